@@ -47,7 +47,10 @@ MOST_FOUND = 64
 
 
 def tokens_of(
-    passages: Iterable[str], texts: Sequence[str], as_stored: Callable[[str], str] = lambda passage: passage
+    passages: Iterable[str],
+    texts: Sequence[str],
+    as_stored: Callable[[str], str] = lambda passage: passage,
+    before: str = "",
 ) -> torch.Tensor:
     """Mark the tokens of a prompt that have at least one character of a passage: [N] bool.
 
@@ -56,29 +59,33 @@ def tokens_of(
     Args:
         texts: the text of each of the prompt's N tokens.
         as_stored: returns a passage as the tokenizer normalises it, such as with NFC.
+        before: the chat template's text before the document, in which no passage is searched.
 
     Raises:
-        UsageError: a passage is empty, not in the prompt, or occurs more than `MOST_FOUND` times.
+        UsageError: a passage is empty, not in the document, or occurs more than `MOST_FOUND` times.
     """
     whole, stops = "".join(texts), torch.tensor(list(accumulate(map(len, texts))))
     starts = torch.cat([stops.new_zeros(1), stops[:-1]])
     found = torch.zeros(len(texts), dtype=torch.bool)
+    # Tokenizers of some families decode the template's text with other white space.
+    head = re.match(r"\s*".join(map(re.escape, "".join(before.split()))), whole)
+    begin = 0 if head is None else head.end()
     for passage in passages:
-        for start, stop in _places(passage, as_stored(passage), whole):
+        for start, stop in _places(passage, as_stored(passage), whole, begin):
             # Several tokens may make up one character. Only the last of them has a text; the others' texts are empty.
             found |= (starts < stop) & ((stops > start) | (starts >= start))
     return found
 
 
-def _places(passage: str, stored: str, whole: str) -> list[tuple[int, int]]:
+def _places(passage: str, stored: str, whole: str, begin: int) -> list[tuple[int, int]]:
     words = stored.split()
     if not passage.strip():
         raise UsageError("--without is empty; give a passage of the document")
     pattern = re.compile(r"\s+".join(map(re.escape, words)))
-    places = [match.span() for match, _ in zip(pattern.finditer(whole), range(MOST_FOUND + 1), strict=False)]
+    places = [match.span() for match, _ in zip(pattern.finditer(whole, begin), range(MOST_FOUND + 1), strict=False)]
     if not places:
         raise UsageError(
-            f"--without {shlex.quote(passage)}: the indexed prompt has no such passage; copy it from the document"
+            f"--without {shlex.quote(passage)}: the indexed document has no such passage; copy it from the document"
         )
     if len(places) > MOST_FOUND:
         raise UsageError(f"--without {passage}: found in more than {MOST_FOUND} places; give more of the passage")
@@ -326,7 +333,7 @@ class TracedIndex:
         return DENSELY if isinstance(self.config.attention, Dense) else self.config
 
     def hide(self, passages: Sequence[str]) -> torch.Tensor:
-        """Mark the prompt's tokens that belong to some passages: [N] bool. Raises the errors of `tokens_of`.
+        """Mark the document's tokens that belong to some passages: [N] bool. Raises the errors of `tokens_of`.
 
         A passage may end in the document's last characters, which are not tokenized with the document but with the
         question.
@@ -339,13 +346,13 @@ class TracedIndex:
                 "--without: the model has layers with a state, from which a passage cannot be removed; leave the "
                 "option out, or build an index of the document without the passage"
             )
-        tokenizer, border = self.index.tokenizer, self.index.artifact.manifest.prompt.border
+        tokenizer, prompt = self.index.tokenizer, self.index.artifact.manifest.prompt
 
         def as_stored(passage: str) -> str:
             return "".join(token_texts(tokenizer, encode_text(tokenizer, passage).ids))
 
-        texts = [*self.passages.texts, "" if border is None else border.held]
-        return tokens_of(passages, texts, as_stored)[:-1]
+        texts = [*self.passages.texts, "" if prompt.border is None else prompt.border.held]
+        return tokens_of(passages, texts, as_stored, "" if prompt.chat is None else prompt.chat.before)[:-1]
 
     def without(
         self, hidden: torch.Tensor, question: torch.Tensor, max_new_tokens: int, first: Answer, *, truth: bool = False

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 
-from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_over
+from .oracles import ROUNDING, Wrong, error_of, expect, expect_greedy, plain, plain_over
 from .world import Rows, World, stored_rows
 
 IN_8_BITS = 0.05
@@ -81,10 +82,37 @@ class Checks:
         if case.prefill != "dense":
             return plain_over(self.world, stored, self.index.input_ids, fed)
         logits, rows = plain(self.world, torch.cat([self.index.input_ids, fed]))
-        self.rows_are(stored, {layer: (keys[:, :tokens], values[:, :tokens]) for layer, (keys, values) in rows.items()})
-        if case.kv_dtype is None:
-            return logits[tokens:]
+        try:
+            self.rows_are(stored, _first(tokens, rows))
+        except Wrong:
+            if not self.rounding_decides_rows(rows):
+                raise
+        else:
+            if case.kv_dtype is None:
+                return logits[tokens:]
         return plain_over(self.world, stored, self.index.input_ids, fed)
+
+    def rounding_decides_rows(self, rows: Rows) -> bool:
+        """Whether the plain model's rows of the document change with embeddings that are apart by a millionth: it
+        routes a token to one of two experts that are equally good."""
+        ids, embed = self.index.input_ids, self.world.model.get_input_embeddings()
+        for seed in range(8):
+            random = torch.Generator().manual_seed(seed)
+
+            def shaken(
+                module: torch.nn.Module, given: Any, embedded: torch.Tensor, random: torch.Generator = random
+            ) -> torch.Tensor:
+                return embedded * (1 + 1e-6 * torch.randn(embedded.shape, generator=random).to(embedded))
+
+            hook = embed.register_forward_hook(shaken)
+            try:
+                found = plain(self.world, ids)[1]
+            finally:
+                hook.remove()
+            pairs = zip(_first(len(ids), rows).values(), _first(len(ids), found).values(), strict=True)
+            if any(error_of(a, b) > ROUNDING for before, after in pairs for a, b in zip(before, after, strict=True)):
+                return True
+        return False
 
     def rows_are(self, stored: Rows, expected: Rows) -> None:
         most = ROUNDING if self.case.kv_dtype is None else IN_8_BITS
@@ -124,6 +152,10 @@ class Checks:
             expect(
                 apart <= ROUNDING, "first logits", f"{apart:.2e} from plain ones, after a question prefilled densely"
             )
+
+
+def _first(tokens: int, rows: Rows) -> Rows:
+    return {layer: (keys[:, :tokens], values[:, :tokens]) for layer, (keys, values) in rows.items()}
 
 
 def fed_with(asked: torch.Tensor, answer: list[int]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import TEXT, build_small, plain_logits_after, small_plan, with_changes
 from support.tiny_models import tiny_tokenizer
+from support.tokenizers_of_families import KINDS, tokenizer_of
 from support.traced import SOME, Answered, chosen_tokens, every_form
 from tokenizers import normalizers
 
@@ -31,6 +32,7 @@ from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
+from sparsekv.runtime.sources.passages import token_texts
 from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.recorder import AttendedStep, own_shares
 from sparsekv.runtime.tracing.trace import EVERYTHING, MOST_FOUND, TracedIndex, log_probability, tokens_of
@@ -237,6 +239,19 @@ def test_a_passage_is_found_as_the_tokenizer_normalises_it(tmp_path: Path) -> No
     hidden = traced.hide(["cafe\u0301 est ferme\u0301"])
     assert tokenizer.decode(opened.input_ids[hidden]) == "caf\u00e9 est ferm\u00e9"
     assert torch.equal(traced.hide(["caf\u00e9 est ferm\u00e9"]), hidden)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_passage_is_not_searched_in_the_template_before_the_document(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt = encode_prompt(tokenizer, "A document with words such as user, INST, USER and im_start. " * 2)
+    assert prompt.chat is not None
+    texts = token_texts(tokenizer, prompt.input_ids.tolist())
+    for word in ("user", "INST", "USER", "im_start"):
+        found = tokens_of([word], texts, before=prompt.chat.before)
+        shown = "".join(text for text, hidden in zip(texts, found.tolist(), strict=True) if not hidden)
+        assert "".join(shown.split()).startswith("".join(prompt.chat.before.split()))
+        assert found.any()
 
 
 def test_a_passage_may_end_where_the_tokens_of_questions_begin(tmp_path: Path) -> None:
