@@ -9,7 +9,13 @@ from sparsekv.cli.common.console import note, progress
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.evaluating.options import BUILDING, EvalOptions
-from sparsekv.cli.evaluating.output import evaluation_page, evaluation_record, note_few_contexts, print_rows
+from sparsekv.cli.evaluating.output import (
+    evaluation_page,
+    evaluation_record,
+    note_few_contexts,
+    print_rows,
+    write_answers,
+)
 from sparsekv.cli.evaluating.recipe import EvalRecipe, answer_by_ray
 from sparsekv.cli.pages.page import write_html
 from sparsekv.indexing.indexers.interface import Indexer
@@ -57,6 +63,8 @@ def evaluate_methods(options: EvalOptions) -> None:
     found, places = recipe.labelled(rows(results, options.seed)), recipe.labelled(cells(results))
     mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
     _write_files(options, found, places, mapped, about)
+    if options.answers is not None:
+        write_answers(results, options.answers, quiet=options.run.quiet)
     print_rows(found, places, about, options.format)
     note_few_contexts(found, quiet=options.run.quiet)
 

@@ -20,6 +20,7 @@ from sparsekv.cli.common.options import (
     names_of,
     refuse_unwritable_plot,
 )
+from sparsekv.cli.evaluating.output import refuse_unwritable_answers
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
 from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.errors import UsageError
@@ -192,6 +193,13 @@ class EvalOptions:
         ),
     ] = None
     html: HtmlOption = None
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Also write each answer with its score, a line of JSON for each question and row.",
+        ),
+    ] = None
     ray: RayOption = None
     workers: WorkersOption = None
     model: ModelOption = None
@@ -205,6 +213,7 @@ class EvalOptions:
         check_ray(self.ray, self.workers)
         refuse_unwritable_plot(self.plot)
         refuse_unwritable_html(self.html)
+        refuse_unwritable_answers(self.answers)
 
     def inputs(self) -> Inputs:
         """Read the texts and the questions. Raises the errors of `Inputs.read`."""

@@ -1,18 +1,20 @@
 """Show an evaluation as a table, as JSON, as CSV and as an HTML page."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from sparsekv.cli.common.console import note, say, say_csv
-from sparsekv.cli.common.options import FormatOptions
+from sparsekv.cli.common.options import FormatOptions, refuse_impossible_name
 from sparsekv.cli.common.tables import differing, grouped, say_markup, show_fitting, titled_table
-from sparsekv.cli.pages.page import Page, budget_texts, report_page
+from sparsekv.cli.pages.page import Page, budget_texts, refuse_other_file, replace_file, report_page
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import AUTO
-from sparsekv.runtime.evaluation.table import Cell, Score
+from sparsekv.runtime.evaluation.table import Cell, Result, Score
 from sparsekv.runtime.selection.interface import Budget
 
 
@@ -29,6 +31,38 @@ FEW_CONTEXTS = 10
 def evaluation_record(rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, Any]) -> dict[str, Any]:
     """Return the record that --json prints."""
     return {**about, "rows": [asdict(row) for row in rows], "depths": [asdict(cell) for cell in cells]}
+
+
+ANSWERS, ANSWERS_ENDING, ANSWERS_START = "--answers", ".jsonl", '{"task": '
+"""The option that names a file of answers, the file's ending, and how its first line begins."""
+
+
+def refuse_unwritable_answers(path: Path | None) -> None:
+    """Check, before anything is measured, that the file of `--answers` can be written.
+
+    Raises:
+        UsageError: the file name has another ending or is not valid, or its folder is missing.
+        SparsekvError: a file exists that has no answers of `eval`.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() != ANSWERS_ENDING:
+        named = path.with_suffix(ANSWERS_ENDING)
+        raise UsageError(f"{ANSWERS} {path}: answers are lines of JSON, in a file that ends in .jsonl; give {named}")
+    refuse_impossible_name(path, ANSWERS)
+    refuse_other_file(path, ANSWERS, "file of answers", ANSWERS_START)
+
+
+def write_answers(results: Iterable[Result], path: Path, *, quiet: bool) -> None:
+    """Write each question's answer by each variant as a line of JSON, with its score in the unit of its metric.
+
+    The file is written whole or not at all. Raises the errors of `refuse_unwritable_answers`, and SparsekvError if the
+    file cannot be written.
+    """
+    refuse_unwritable_answers(path)
+    lines = (json.dumps(result.record(), ensure_ascii=False) + "\n" for result in results)
+    replace_file(path, "".join(lines), ANSWERS, "answers")
+    note(f"answers: {path}", quiet=quiet)
 
 
 DIFFERENCE, SAME = "difference to dense [95%]", "same as dense"

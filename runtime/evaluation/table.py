@@ -231,6 +231,26 @@ class Result:
             return self.given.loss
         return METRICS[self.question.metric].score(self.given.text, self.question)
 
+    def record(self) -> dict[str, Any]:
+        """Return the result as a JSON object, with the score in the unit of its metric."""
+        context, question, given, metric = self.context, self.question, self.given, METRICS[self.question.metric]
+        return {
+            "task": context.task,
+            "context": context.name,
+            "length": context.length,
+            "tokens": self.tokens,
+            "question": question.text,
+            "expected": question.answers,
+            "depth": question.depth,
+            **self.way.record(),
+            "answer": None if metric.continuation else given.text,
+            "metric": question.metric,
+            "unit": metric.unit,
+            "score": metric.summary(self.score),
+            "kv_fraction": given.kv_fraction,
+            "seconds": given.seconds,
+        }
+
 
 @dataclass(frozen=True)
 class Score:

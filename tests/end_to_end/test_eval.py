@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,34 @@ def test_every_way_is_told_beside_dense_attention(place: Path, straight: tuple[P
     assert (place / "x.png").read_bytes().startswith(b"\x89PNG")
     assert len(_answers(straight[0])) == 5 * (4 + 2)
     assert not list((straight[0] / "indices").iterdir())
+
+
+def test_each_answer_is_written_with_its_score(place: Path, straight: tuple[Path, str], tmp_path: Path) -> None:
+    file, rows = tmp_path / "all.jsonl", _rows(straight[1])
+    assert _rows(_run(*_small(place, straight[0], "--json", "--answers", file))) == rows
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(records) == sum(row["questions"] for row in rows)
+    for row in rows:
+        own = [one for one in records if all(one[name] == row[name] for name in ("task", "method", "budget"))]
+        assert len(own) == row["questions"]
+        assert {one["context"] for one in own} == {one["context"] for one in records if one["task"] == row["task"]}
+        if row["task"] == "niah-multikey":
+            assert sum(one["score"] for one in own) / len(own) == pytest.approx(row["score"])
+            assert all(one["answer"] is not None and one["expected"] for one in own)
+        else:
+            assert math.exp(sum(math.log(one["score"]) for one in own) / len(own)) == pytest.approx(row["score"])
+    _run(*_small(place, straight[0], "--json", "--answers", file))  # its own file is replaced
+
+
+def test_a_file_that_holds_no_answers_stays(place: Path, straight: tuple[Path, str], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"mine": 1}\n', encoding="utf-8")
+    outcome = run_here(*_small(place, straight[0], "--answers", mine))
+    assert (outcome.code, mine.read_text(encoding="utf-8")) == (1, '{"mine": 1}\n')
+    assert "mine.jsonl exists and is not a file of answers of sparsekv; give --answers another name" in outcome.stderr
+    outcome = run_here(*_small(place, straight[0], "--answers", tmp_path / "all.json"))
+    assert outcome.code == 2
+    assert "a file that ends in .jsonl; give" in outcome.stderr
 
 
 def test_a_second_run_answers_nothing_anew(place: Path, straight: tuple[Path, str]) -> None:
