@@ -20,6 +20,7 @@ from sparsekv.cli.common.options import (
     ModelOption,
     QuietOption,
     RayOption,
+    RopeScalingOption,
     SpecialTokensOption,
     WorkersOption,
     check_ray,
@@ -150,10 +151,7 @@ class BuildOptions:
             ),
         ),
     ] = "dense"
-    rope_scaling: Annotated[
-        str | None,
-        typer.Option(metavar="yarn|dynamic:FACTOR", help="Extend the model's context to FACTOR times its positions."),
-    ] = None
+    rope_scaling: RopeScalingOption = None
     raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False
     special_tokens: SpecialTokensOption = False
     force: Annotated[

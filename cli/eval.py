@@ -59,7 +59,8 @@ def evaluate_methods(options: EvalOptions) -> None:
             answer_by_ray(recipe, comparison, asked, options.ray, options.workers, show)
         results = list(evaluate(comparison, asked, recipe.work, show))
     about: dict[str, Any] = {"model": comparison.loaded.name, "document": inputs.name, "kv_dtype": options.kv_dtype}
-    about |= {"weights": options.weights, "seed": options.seed, "work": str(recipe.work)}
+    about |= {"weights": options.weights, "rope_scaling": options.rope_scaling}
+    about |= {"seed": options.seed, "work": str(recipe.work)}
     found, places = recipe.labelled(rows(results, options.seed)), recipe.labelled(cells(results))
     mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
     _write_files(options, found, places, mapped, about)

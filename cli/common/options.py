@@ -251,6 +251,10 @@ ChunkSizeOption = Annotated[
         "prefill 512)."
     ),
 ]
+RopeScalingOption = Annotated[
+    str | None,
+    typer.Option(metavar="yarn|dynamic:FACTOR", help="Extend the model's context to FACTOR times its positions."),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no notes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with unrounded numbers.")]
 

@@ -14,6 +14,7 @@ from sparsekv.cli.common.options import (
     KVDtypeOption,
     ModelOption,
     RayOption,
+    RopeScalingOption,
     RunOptions,
     WorkersOption,
     check_ray,
@@ -173,6 +174,7 @@ class EvalOptions:
     tail: Annotated[int, typer.Option(help="Last tokens of the prompt: always attended, never indexed.")] = 128
     kv_dtype: KVDtypeOption = AUTO
     chunk_size: ChunkSizeOption = None
+    rope_scaling: RopeScalingOption = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks and of the confidence intervals.")] = 0
     encoding: EncodingOption = UTF_8
     raw: Annotated[bool, typer.Option("--raw", help="Put no chat template around document and question.")] = False

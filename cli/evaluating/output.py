@@ -106,6 +106,7 @@ def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
     unit = f" in {first.unit}" if first.unit else ""
     stored = "" if about["weights"] == AUTO else f", {about['weights']} weights"
     stored += "" if about["kv_dtype"] == AUTO else f", keys and values in {about['kv_dtype']}"
+    stored += "" if about["rope_scaling"] is None else f", RoPE {about['rope_scaling']}"
     table = titled_table(
         f"{first.task}: {_counted(first)} of {mean}"
         f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}{stored}",

@@ -80,6 +80,7 @@ class EvalRecipe:
                 tail=options.tail,
                 chunk_size=options.chunk_size,
                 kv_dtype=kv_dtype_named(options.kv_dtype),
+                rope_scaling=options.rope_scaling,
             ),
             prefills={name: configure(one, given) for name, one in ways.items()},
             question=question_prefill(prefill, options.question_budget, asking, given, QUESTION_OPTIONS),
@@ -97,7 +98,7 @@ class EvalRecipe:
             options.model,
             options.run.device,
             options.run.dtype,
-            None,
+            options.rope_scaling,
             quiet=options.run.quiet,
             weights=weights_named(options.weights),
         )

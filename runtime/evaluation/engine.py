@@ -20,7 +20,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.models.rope import positions_after, positions_of
+from sparsekv.formats.models.rope import positions_after, positions_of, stretchable
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import known_ids
@@ -159,9 +159,13 @@ def check_room(comparison: Comparison, contexts: list[Context]) -> None:
                 "so no document fits; give a smaller --max-new-tokens, or a model with more positions"
             )
         if room is not None and tokens > room:
+            config = comparison.loaded.model.config
+            positions = positions_of(config) or room
+            factor = math.ceil((tokens + positions - room) / positions)
+            stretch = f", or stretch the model with --rope-scaling yarn:{factor}" if stretchable(config) else ""
             raise UsageError(
                 f"a document of {context.task} has {tokens} tokens, and {comparison.loaded.name} has positions "
-                f"for {room} besides the question and the answer; give a smaller --length"
+                f"for {room} besides the question and the answer; give a smaller --length{stretch}"
             )
 
 

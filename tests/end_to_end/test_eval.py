@@ -331,6 +331,22 @@ def test_a_kept_index_is_not_used_with_other_sinks(place: Path, tmp_path: Path) 
     assert kept == {4, 8}
 
 
+def test_contexts_longer_than_the_models_positions_are_asked_about_with_a_scaled_rope(
+    place: Path, tmp_path: Path
+) -> None:
+    config = json.loads((place / "model" / "config.json").read_text(encoding="utf-8"))
+    short = shutil.copytree(place / "model", tmp_path / "model")
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 400}), encoding="utf-8")
+    command = [short if part == place / "model" else part for part in _small(place, tmp_path / "work", "--json")]
+    refused = run_here(*command)
+    assert refused.code == 2
+    assert "give a smaller --length, or stretch the model with --rope-scaling yarn:2" in refused.stderr
+    stretched = _rows(_run(*command, "--rope-scaling", "yarn:2"))
+    assert all(row["tokens"] > 400 for row in stretched if row["task"] == "niah-multikey")
+    by_other = _rows(_run(*command, "--rope-scaling", "dynamic:2"))  # in the same folder, of which it takes nothing
+    assert [row["score"] for row in by_other] != [row["score"] for row in stretched]
+
+
 def test_options_of_a_method_and_of_its_index_are_named(place: Path, tmp_path: Path) -> None:
     ways = ("--method", "multipole", "--method", "quest", "--page-size", "8", "--levels", "0.2", "--residual")
     small = ("--length", "500", "--contexts", "1", "--questions", "1", "--max-new-tokens", "1", "--budget", "5%")
