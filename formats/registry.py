@@ -56,8 +56,8 @@ class Registry(Generic[T]):
         """Register an entry under a name.
 
         Raises:
-            UsageError: another entry has the name, a field of a dataclass cannot be an option, or a class lacks a
-                function that every entry needs.
+            UsageError: another entry has the name, `check_options` refuses a dataclass, or a class lacks a function
+                that every entry needs.
         """
         if name in self.known and self.known[name] is not thing:
             raise UsageError(

@@ -126,7 +126,7 @@ class PaceMeter:
     def _linear_layers(self) -> dict[torch.nn.Module, tuple[int, int]]:
         """Return the model's linear layers, also quantised ones, with their numbers of input and output features.
 
-        The output embedding is left out, because a prefill applies it to the last token alone.
+        The output embedding is left out, because a prefill applies it only to the last token of each chunk.
         """
         model, found = self._plan.loaded.model, dict[torch.nn.Module, tuple[int, int]]()
         head = model.get_output_embeddings()

@@ -53,7 +53,9 @@ def _lines() -> Iterator[str]:
             asked += 1
             yield _no_command(question, number)
     if not asked:
-        raise UsageError("no question: write one per line to standard input, or start it at a terminal")
+        raise UsageError(
+            "no question: write one question per line to standard input, or run `sparsekv chat` at a terminal"
+        )
 
 
 def _no_command(line: str, number: int) -> str:

@@ -28,7 +28,10 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle Ctrl-C here within the context. If Ctrl-C was ignored before (nohup), it stays ignored."""
+        """Handle Ctrl-C by this object within the context.
+
+        If SIGINT was ignored before, as in a background job of a shell script, it stays ignored.
+        """
         before = signal.getsignal(signal.SIGINT)
         if before is signal.SIG_IGN:
             yield

@@ -73,7 +73,7 @@ class ServeOptions:
             "--batch-size",
             "--slots",
             min=1,
-            help="Requests that are answered together, over one index with one method and budget.",
+            help="Most requests that are answered together over one index with one method and budget.",
             rich_help_panel=AT_ONCE,
         ),
     ] = 16

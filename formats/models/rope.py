@@ -72,7 +72,7 @@ def _switch(config: "PreTrainedConfig") -> int | None:
 
     None if there is no such length.
     """
-    # Phi-3 drops its cache when a sequence grows past its config's length, with any type of RoPE.
+    # Phi-3 drops its cache when a sequence grows past this length, with any type of RoPE.
     switches = [getattr(config, "original_max_position_embeddings", None)]
     switches += [
         kind.get("original_max_position_embeddings")

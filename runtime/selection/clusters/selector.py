@@ -102,8 +102,8 @@ class ClusterSelector(Selector):
 
         Args:
             found: the tensors of `lookup_tensors`.
-            in_8_bits: int8 centroids of the finest clusters for kernels; None if tokens are appended, because the
-                centroids then change.
+            in_8_bits: int8 centroids of the finest clusters for kernels. None if the index stores no int8 centroids, or
+                if the selector can append tokens, because an append changes centroids.
         """
         levels = sum(name.endswith(".centroids") for name in found)
         of_levels = {
@@ -178,8 +178,8 @@ class ClusterSelector(Selector):
         """Select clusters.
 
         A selection up to a budget needs no sync. A selection by threshold needs one sync per scored level. The
-        exception is a decode step of one query on a GPU that scores all finest clusters and reads rows in place: it
-        needs none.
+        exception is a decode step of one query on a GPU that scores all finest clusters, of at most `MOST_TOKENS`
+        tokens, and reads rows in place: it needs none.
         """
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         flat = self._is_flat(budget)
