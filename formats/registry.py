@@ -28,7 +28,7 @@ class Registry(Generic[T]):
         self.found = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers a class under a name; it raises UsageError if the name is taken."""
+        """Return a decorator that registers a class under a name by `add`."""
 
         def add(thing: T) -> T:
             self.add(name, thing)

@@ -348,9 +348,9 @@ class BuildRecipe:
         return isinstance(text, SourceTexts) or (self.max_tokens is None and len(text.whole()) >= LONG)
 
     def _early_prompt(self, text: Document | SourceTexts, folder: Path) -> FixedPrompt | None:
-        """Tokenise a document before the model's weights are loaded. Of a document of several files, note the size.
+        """Tokenise a document before the model's weights are loaded. For a document of files, note their tokens.
 
-        Returns None if the model is not on this machine.
+        Returns None if the model's config or tokenizer cannot be loaded, such as before the model is downloaded.
 
         Raises:
             SparsekvError: the document has more tokens than the model has positions, or cannot be tokenised.
@@ -466,7 +466,7 @@ def _told_of_old_index(folder: Path, before: Manifest | None) -> Iterator[None]:
 
 
 def _finished(folder: Path) -> Manifest | None:
-    """Return the manifest of the index in a folder, or None if there is no finished index."""
+    """Return the manifest of the index in a folder, or None if there is no finished index that can be read."""
     try:
         return read_manifest(folder)
     except ArtifactError:

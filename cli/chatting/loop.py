@@ -17,7 +17,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 def piped_questions() -> Iterator[str] | None:
     """Return an iterator over the non-blank lines of standard input, as they arrive. None at a terminal.
 
-    The first line is read here, before a model is loaded for it.
+    The first question is read at once, so that its errors are raised before a model is loaded.
 
     Raises:
         UsageError: a line is a command, is not text in UTF-8, or is far too long; or there is no question.

@@ -108,8 +108,8 @@ class Chat:
             print_stats(answer)
 
     def switch(self, config: DecodeConfig, more: str = "") -> None:
-        """Answer by another config from now on, and note the config followed by `more`. Raises what
-        `Conversation.switch` raises."""
+        """Answer by another config from now on, and note the config followed by `more`. Raises the
+        errors of `Conversation.switch`."""
         self.talk.switch(config)
         note(f"{describe(config)}{more}", quiet=self.quiet)
 

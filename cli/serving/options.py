@@ -111,7 +111,7 @@ class ServeOptions:
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="How long answers that have begun may still take after SIGTERM or Ctrl-C.",
+            help="How long accepted requests may still take after SIGTERM or Ctrl-C.",
             rich_help_panel=AT_ONCE,
         ),
     ] = 30.0

@@ -47,7 +47,7 @@ def positions_after(config: "PreTrainedConfig", document: int) -> int | None:
 
     With longrope, a sequence that is longer than the original length uses other RoPE frequencies, also for its first
     tokens. An index has keys for one set of frequencies. If the document fits the original length, a sequence must
-    therefore not grow past that length.
+    therefore not grow past that length. The same holds for Phi-3, whose cache transformers drops at that length.
 
     Args:
         document: number of tokens of the document.

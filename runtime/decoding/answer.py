@@ -194,7 +194,7 @@ def framed_ids(
 ) -> torch.Tensor:
     """Encode a question as token ids [Q], with the text that a chat frame puts around the question.
 
-    Raises what `question_ids` raises.
+    Raises the errors of `question_ids`.
 
     Args:
         chat: the chat frame; None: encode the question alone.

@@ -172,7 +172,7 @@ def recall_report(
         configured: for some methods, by name, a label and the only variant to measure. All variants of other methods
             are measured.
         together: measure each variant once for each of these numbers of queries, which then share the union of their
-            selections. The queries of a group are evenly spread over the measured queries. Methods that cannot share,
+            selections. The queries of a group are evenly spread over a batch of `truths`. Methods that cannot share,
             and variants under a guard, are measured only with 1.
 
     Raises:
