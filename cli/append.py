@@ -49,11 +49,12 @@ def append(
 ) -> None:
     """Add a blank line and MORE to the end of an index's document, and print the index's path.
 
-    The tokens after the last whole block of 256 and the new tokens are prefilled. The old index stays in place until
-    the longer index is complete, and an interrupted run continues where it stopped when the same command runs again. A
-    text that was appended before (same sha256) is not appended again, so repeating a command is safe. All methods
-    except squeezed and h2o can append new tokens to what they have built. If the index has one of these two, the
-    command stops before any work unless --rebuild is given.
+    In most cases, only the last tokens of the old document and the new tokens are prefilled. The old index stays in
+    place until the longer index is complete, and an interrupted run continues where it stopped when the same command
+    runs again. A text that was appended before (same sha256) is not appended again, so repeating a command is safe.
+    Squeezed and h2o cannot append tokens to what they have built, nor can a method that an earlier version of sparsekv
+    built in another way, nor any method if the model's RoPE depends on the prompt's length. If the index has a method
+    that cannot, the command stops before any work unless --rebuild is given.
 
     \b
     sparsekv append --index manual.skv chapter2.txt

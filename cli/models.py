@@ -46,7 +46,8 @@ def pull(
     name: Annotated[
         str,
         typer.Argument(
-            help="A name of `sparsekv models list`, or a Hugging Face id.", autocompletion=lambda: [EMBEDDED]
+            help="A name of `sparsekv models list`, a Hugging Face id, or org/name:FILE.gguf for the hub's GGUF file.",
+            autocompletion=lambda: [EMBEDDED],
         ),
     ] = EMBEDDED,
     quiet: QuietOption = False,

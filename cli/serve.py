@@ -23,8 +23,9 @@ def serve(options: ServeOptions) -> None:
     into the field "sparsekv", as in {"sparsekv": {"budget": "5%"}}; GET /openapi.json describes all paths and fields.
 
     The server prints its address on stdout once it listens. Only this machine can ask it, unless --host says otherwise.
-    On SIGTERM or Ctrl-C it refuses new requests, completes the answers that have begun, and ends; a second signal ends
-    these answers with an error. The exit code is 0, or 130 if Ctrl-C cut answers short.
+    On SIGTERM or Ctrl-C it refuses new requests, completes the requests that it has accepted, for --drain seconds at
+    most, and ends; a second signal ends their answers with an error. The exit code is 0, or 130 if Ctrl-C cut answers
+    short.
 
     It needs pip install 'sparsekv[serve]'.
 

@@ -28,7 +28,7 @@ class Registry(Generic[T]):
         self.found = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers a class under a name; it raises UsageError if the name is taken."""
+        """Return a decorator that registers a class under a name by `add`."""
 
         def add(thing: T) -> T:
             self.add(name, thing)
@@ -56,8 +56,8 @@ class Registry(Generic[T]):
         """Register an entry under a name.
 
         Raises:
-            UsageError: another entry has the name, a field of a dataclass cannot be an option, or a class lacks a
-                function that every entry needs.
+            UsageError: another entry has the name, `check_options` refuses a dataclass, or a class lacks a function
+                that every entry needs.
         """
         if name in self.known and self.known[name] is not thing:
             raise UsageError(

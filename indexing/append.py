@@ -235,7 +235,7 @@ def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
     """Raise UsageError unless `--dtype` is `auto` or the index's dtype, because all rows of an index have one dtype."""
     if dtype not in ("auto", manifest.dtype):
         raise UsageError(
-            f"--dtype {dtype}: the index is in {manifest.dtype}, and appended tokens get the same dtype; "
+            f"--dtype {dtype}: the index is in {manifest.dtype}, and added tokens and methods get the same dtype; "
             "leave the option out"
         )
 

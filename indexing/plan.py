@@ -134,7 +134,7 @@ MOST_CHUNKS = 2  # a chunk grows with the GPUs up to this factor: more were not 
 
 
 def most_tokens(positions: int) -> int:
-    """Return a rounded document length in tokens that leaves 1/16 of `positions` to template, questions and answers."""
+    """Return a rounded number of tokens that leaves at least 1/16 of `positions` to template, questions and answers."""
     most = positions * 15 // 16
     return most // 100 * 100 or most
 
@@ -328,7 +328,7 @@ class BuildPlan:
             )
 
     def _check_heads(self) -> None:
-        """Raise UsageError unless all layers have the same number of KV heads and the same head size."""
+        """Raise UsageError unless the config has one number of KV heads and one head size for all layers."""
         config = self.loaded.model.config.get_text_config()
         told = f"{self.loaded.name} ({config.model_type})"
         try:

@@ -110,7 +110,7 @@ class Index:
             budget: share or number of the document's tokens that a decode step attends to, as on the command line:
                 "5%", 0.05 or 512. Default: that of the method, or the one that `tune` stored.
             residual: attend to centroids in place of the tokens that the method does not select.
-            prefill: what a question's tokens attend to. `dense` (default): all tokens. `own`: the selection of the
+            prefill: attention of a question's tokens. `dense` (default): all tokens. `own`: the selection of the
                 method that answers. The name of a method: the selection of that method.
             prefill_budget: share or number of the document's tokens that each chunk of a question attends to, if
                 `prefill` is a method.
@@ -217,7 +217,7 @@ def open_index(
     """Open an index with the model that built it, or with `model`: a local folder or a hub id.
 
     Loads the model's weights. Meanwhile no other thread can answer a question, because torch's default dtype is set to
-    the model's dtype. Takes the arguments of `load_and_open`, and raises what it raises.
+    the model's dtype. Takes the arguments of `load_and_open`, and raises its errors.
 
     If `model` is an open index, both share its model, and no weights are loaded.
 

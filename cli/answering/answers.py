@@ -158,8 +158,8 @@ class Schedule:
         """Make a schedule that answers `size` questions at once; None means as many as fit.
 
         Raises:
-            UsageError: `size` is more than 1, and the config allows one question at a time; or what `Session.open`
-                raises.
+            UsageError: `size` is more than 1, and the config allows only one question at a time; or an error of
+                `Session.open`.
         """
         session, asked = Session.open(index, config), sum(one is not None for one in questions)
         together = choose_batch_size(size, session, asked, sampling.max_new_tokens)

@@ -43,14 +43,14 @@ if TYPE_CHECKING:  # only ranks need torch.distributed; transformers takes as lo
 def refuse_merged_heads(config: DecodeConfig) -> None:
     """Raise UsageError if the method of the answer or of the question selects the same tokens for all heads.
 
-    With several ranks, each rank has only a part of the heads.
+    With several ranks, each rank has only some of the heads.
     """
     for part in (config.attention, config.question):
         if not isinstance(part, Dense | Own) and part.method.merges_heads:
             others = sorted(name for name, method in methods().items() if not method.merges_heads)
             raise UsageError(
-                f"{part.name} selects one set of tokens for all heads, and each rank has only some of the heads; "
-                f"leave --gpus out, or use one of these methods: {', '.join(others)}"
+                f"{part.name} selects one set of tokens for all heads, and each of several processes has only some of "
+                f"the heads; run without --gpus or torchrun, or use one of these methods: {', '.join(others)}"
             )
 
 
@@ -162,8 +162,8 @@ class AttentionOptions:
     parameters: dict[str, Any]
 
     def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
-        """Return the config for answers over an index. Raises what `choose_config` raises, or UsageError for an option
-        that has no meaning for the model or for dense attention."""
+        """Return the config for answers over an index. Raises the errors of `choose_config`, or UsageError for an
+        option that has no meaning for the model or for dense attention."""
         layers = len(artifact.manifest.layers)
         if not 0 <= self.dense_layers <= layers:
             raise UsageError(

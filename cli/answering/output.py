@@ -52,7 +52,7 @@ class Output:
         artifact: Artifact,
         questions: Sequence[str],
     ) -> Self:
-        """Make the output that the options name. Raises what `AnswersFile` and its `begin` raise."""
+        """Make the output that the options name. Raises the errors of `AnswersFile` and its `begin`."""
         shown = {} if options.sources is None else {"sources": options.sources}
         settings = settings_of(config, sampling, artifact, dtype=options.dtype, **options.encoding, **shown)
         resumed = None
@@ -167,7 +167,7 @@ def _code(config: DecodeConfig) -> str | None:
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:
-    """Describe what a question's tokens attend to. For a method, the text has its budget, its chunk of tokens that
+    """Describe the attention of a question's tokens. For a method, the text has its budget, its chunk of tokens that
     share a selection, and its parameters."""
     if not isinstance(asking, QuestionPrefill):
         return asking.name

@@ -103,7 +103,10 @@ class PaceMeter:
         return f"about {takes} of prefill here" if kept else f"roughly {takes} of prefill here, judged by one layer"
 
     def show(self, done: int, of: int) -> None:
-        """Record that `done` of `of` tokens are prefilled. After the last token, store the pace in the user's cache."""
+        """Record that `done` of `of` tokens are prefilled.
+
+        After the last token the pace is stored in the user's cache, if at least `LEAST_TOKENS` tokens were prefilled.
+        """
         device = self._plan.loaded.model.device
         on_gpu = device.type == "cuda"
         if on_gpu and self._steps and done < of:
@@ -126,7 +129,7 @@ class PaceMeter:
     def _linear_layers(self) -> dict[torch.nn.Module, tuple[int, int]]:
         """Return the model's linear layers, also quantised ones, with their numbers of input and output features.
 
-        The output embedding is left out, because a prefill applies it to the last token alone.
+        The output embedding is left out, because a prefill applies it only to the last token of each chunk.
         """
         model, found = self._plan.loaded.model, dict[torch.nn.Module, tuple[int, int]]()
         head = model.get_output_embeddings()
@@ -167,7 +170,7 @@ class PaceMeter:
 
     @property
     def _key(self) -> str:
-        """Key of the pace: all facts except the number of tokens on which a prefill's speed depends."""
+        """Key of the pace: the facts on which a prefill's speed depends, except the number of tokens."""
         loaded, place = self._plan.loaded, own_place()
         device = loaded.model.device
         by = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"

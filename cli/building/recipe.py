@@ -269,7 +269,8 @@ class BuildRecipe:
         note_plain("the document", prompt.plain, quiet=self.quiet)
         if prompt.cut:
             note(
-                f"the first {self.max_tokens:,} of more tokens are indexed: the document goes on{cut_told(prompt)}",
+                f"the document is longer than --max-tokens: its first {self.max_tokens:,} tokens are indexed"
+                f"{cut_told(prompt)}",
                 quiet=self.quiet,
             )
         tell = partial(note, quiet=self.quiet)
@@ -339,13 +340,17 @@ class BuildRecipe:
         )
 
     def _may_be_long(self, text: Document | SourceTexts) -> bool:
-        """Whether a document may be too long for the model, and is tokenised before the weights are loaded."""
+        """Whether to tokenise a document before the weights are loaded.
+
+        True for a document of files, because the note of its files is then printed early. Also true for an uncut text
+        of at least `LONG` characters, because it may have too many tokens for the model.
+        """
         return isinstance(text, SourceTexts) or (self.max_tokens is None and len(text.whole()) >= LONG)
 
     def _early_prompt(self, text: Document | SourceTexts, folder: Path) -> FixedPrompt | None:
-        """Tokenise a document before the model's weights are loaded. Of a document of several files, note the size.
+        """Tokenise a document before the model's weights are loaded. For a document of files, note their tokens.
 
-        Returns None if the model is not on this machine.
+        Returns None if the model's config or tokenizer cannot be loaded, such as before the model is downloaded.
 
         Raises:
             SparsekvError: the document has more tokens than the model has positions, or cannot be tokenised.
@@ -461,7 +466,7 @@ def _told_of_old_index(folder: Path, before: Manifest | None) -> Iterator[None]:
 
 
 def _finished(folder: Path) -> Manifest | None:
-    """Return the manifest of the index in a folder, or None if there is no finished index."""
+    """Return the manifest of the index in a folder, or None if there is no finished index that can be read."""
     try:
         return read_manifest(folder)
     except ArtifactError:

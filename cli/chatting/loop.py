@@ -17,7 +17,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 def piped_questions() -> Iterator[str] | None:
     """Return an iterator over the non-blank lines of standard input, as they arrive. None at a terminal.
 
-    The first line is read here, before a model is loaded for it.
+    The first question is read at once, so that its errors are raised before a model is loaded.
 
     Raises:
         UsageError: a line is a command, is not text in UTF-8, or is far too long; or there is no question.
@@ -53,7 +53,9 @@ def _lines() -> Iterator[str]:
             asked += 1
             yield _no_command(question, number)
     if not asked:
-        raise UsageError("no question: write one per line to standard input, or start it at a terminal")
+        raise UsageError(
+            "no question: write one question per line to standard input, or run `sparsekv chat` at a terminal"
+        )
 
 
 def _no_command(line: str, number: int) -> str:

@@ -28,7 +28,10 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle Ctrl-C here within the context. If Ctrl-C was ignored before (nohup), it stays ignored."""
+        """Handle Ctrl-C by this object within the context.
+
+        If SIGINT was ignored before, as in a background job of a shell script, it stays ignored.
+        """
         before = signal.getsignal(signal.SIGINT)
         if before is signal.SIG_IGN:
             yield
@@ -105,8 +108,8 @@ class Chat:
             print_stats(answer)
 
     def switch(self, config: DecodeConfig, more: str = "") -> None:
-        """Answer by another config from now on, and note the config followed by `more`. Raises what
-        `Conversation.switch` raises."""
+        """Answer by another config from now on, and note the config followed by `more`. Raises the
+        errors of `Conversation.switch`."""
         self.talk.switch(config)
         note(f"{describe(config)}{more}", quiet=self.quiet)
 

@@ -219,16 +219,15 @@ def _weights_option(auto: str) -> Any:
 
 WeightsOption = Annotated[str, _weights_option("nothing, or what the index was built with")]
 BuildWeightsOption = Annotated[
-    str, _weights_option("nothing, also if the index there was built with int8 or int4: all of it is then made again")
+    str, _weights_option("nothing. An existing index with int8 or int4 weights is then built again")
 ]
 KVDtypeOption = Annotated[
     str,
     typer.Option(
         help=(
-            "Storage dtype of keys and values: auto (the model's dtype, also if the index there has int8: all of "
-            "it is then made again) or int8, which takes half the space of bfloat16 and a quarter of that of "
-            "float32. The error that int8 causes in attention is "
-            "measured and recorded in the index."
+            "Storage dtype of keys and values: auto (the model's dtype; an existing index with int8 is then built "
+            "again) or int8, which takes about half the space of bfloat16 and a quarter of that of float32. The error "
+            "that int8 causes in attention is measured and recorded in the index."
         ),
         autocompletion=lambda: ["auto", "int8"],
     ),

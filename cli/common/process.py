@@ -137,7 +137,10 @@ def pressed() -> Interruption | None:
 
 @contextmanager
 def interruptions() -> Iterator[Interruption]:
-    """Record Ctrl-C within the context. Afterwards Ctrl-C kills the process. Under nohup, SIGINT stays ignored."""
+    """Record Ctrl-C within the context. Afterwards Ctrl-C kills the process.
+
+    If SIGINT was ignored before, as in a background job of a shell script, it stays ignored.
+    """
     interruption = Interruption()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield interruption

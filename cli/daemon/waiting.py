@@ -130,7 +130,7 @@ class _Passing:
 
 @contextmanager
 def _passing_on(connection: socket.socket) -> Iterator[_Passing]:
-    """Handle the signals that are not ignored within the context. Stored signals are raised again after the context."""
+    """Handle the signals of PASSED_ON that are not ignored, within the context; then raise stored signals again."""
     passing = _Passing(connection)
     before = {number: signal.getsignal(number) for number in PASSED_ON}
     taken = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}

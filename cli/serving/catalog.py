@@ -31,7 +31,7 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
     """Return the index of a model name, and the config of the answer.
 
     Raises:
-        ApiError: the index does not exist (404), or the method, budget or prefill is wrong (400).
+        ApiError: the index does not exist (404), or the method, budget, prefill or gauge cannot be used (400).
         SparsekvError: the index cannot be opened.
     """
     name, method, budget = _parsed(shelf, model)

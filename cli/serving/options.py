@@ -73,7 +73,7 @@ class ServeOptions:
             "--batch-size",
             "--slots",
             min=1,
-            help="Requests that are answered together, over one index with one method and budget.",
+            help="Most requests that are answered together over one index with one method and budget.",
             rich_help_panel=AT_ONCE,
         ),
     ] = 16
@@ -111,7 +111,7 @@ class ServeOptions:
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="How long answers that have begun may still take after SIGTERM or Ctrl-C.",
+            help="How long accepted requests may still take after SIGTERM or Ctrl-C.",
             rich_help_panel=AT_ONCE,
         ),
     ] = 30.0

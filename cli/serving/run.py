@@ -39,7 +39,12 @@ from sparsekv.runtime.serving.scheduler import Scheduler
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal ends the server. Raises the errors of opening an index and of `bind`."""
+    """Serve until a signal ends the server.
+
+    Raises:
+        UsageError: an option has no usable value, or two indices have the same name.
+        SparsekvError: the errors of opening an index and of `bind`.
+    """
     refuse_little_room()
     outlive_reader()  # a client that disconnects must not end the server
     allow_many_connections()

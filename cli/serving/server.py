@@ -26,7 +26,7 @@ LAST_SECONDS = 5
 """Seconds that clients have, after the last answer has ended, to read the rest of the responses."""
 UNREAD = 1 << 16
 """Size in bytes of a socket's send buffer. The kernel allocates twice this size."""
-NO_MORE = "no new requests; answers that have begun are completed; another signal ends them"
+NO_MORE = "no new requests; accepted requests are completed; another signal ends them"
 FILES = 65_536
 """Wanted limit of open files. Each connection is an open file."""
 

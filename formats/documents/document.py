@@ -128,7 +128,7 @@ def _await_writer(file: io.FileIO, reader: "io.BufferedReader[_Source]") -> None
 
 
 def _unreadable(name: str, error: OSError) -> SparsekvError:
-    return SparsekvError(f"cannot read {name}: {reason_of(error)}; get permission to read it, or name another text")
+    return SparsekvError(f"cannot read {name}: {reason_of(error)}; make it readable, or name another text")
 
 
 UTF_8 = "utf-8"

@@ -104,7 +104,8 @@ def html_text(page: str, *, navigation: bool = False) -> str:
 
 
 _SPACES = " \t\r\n\f"
-_WORD = re.compile(f"[^{_SPACES}]+")  # spaces that do not break a line indent code on some pages
+# A no-break space is part of a word, so that it is kept: some pages indent code by no-break spaces.
+_WORD = re.compile(f"[^{_SPACES}]+")
 _BLOCKS = frozenset(
     {
         "address",

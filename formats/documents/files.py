@@ -306,7 +306,7 @@ class _Reader:
             descriptor = os.open(folder, _FLAGS | os.O_DIRECTORY)
         except OSError as error:
             raise UsageError(
-                f"cannot read {folder}: {reason_of(error)}; get permission to read it, or name another folder"
+                f"cannot read {folder}: {reason_of(error)}; make it readable, or name another folder"
             ) from None
         try:
             self._walk(descriptor, _Place(os.path.abspath(folder), pattern), "", (), 0)

@@ -49,8 +49,7 @@ def check_output(path: Path) -> None:
             refuse_foreign(Folder(path))
         except OSError as error:
             raise ArtifactError(
-                f"cannot read {path}: {reason_of(error)}; get permission to read it, or choose another folder "
-                "with --output"
+                f"cannot read {path}: {reason_of(error)}; make it readable, or choose another folder with --output"
             ) from None
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir():

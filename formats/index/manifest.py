@@ -249,7 +249,7 @@ def manifest_data(folder: Folder) -> bytes:
             f"{folder.path} is a folder, but no index: {MANIFEST} is missing; {_index_of(folder.path)}"
         ) from None
     except PermissionError as error:
-        raise ArtifactError(f"cannot read {path}: {reason_of(error)}; get permission to read it") from None
+        raise ArtifactError(f"cannot read {path}: {reason_of(error)}; make it readable") from None
     except OSError as error:
         raise ArtifactError(f"{path} is damaged: {reason_of(error)}; {_remedy(folder)}") from None
 

@@ -118,7 +118,7 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
         return folder, name, folder.name
     if not os.access(path, os.X_OK):
         raise SparsekvError(
-            f"model '{name}' cannot be read: permission denied; get permission to read it, or name another model"
+            f"model '{name}' cannot be read: permission denied; make it readable, or name another model"
         )
     if not os.path.isfile(path / "config.json"):
         files = sorted(one for one in path.iterdir() if one.suffix.lower() == ".gguf")

@@ -88,7 +88,7 @@ def _checksum(path: Path, name: str) -> str:
         checksum = hash_file(path)
     except OSError as error:
         raise SparsekvError(
-            f"model '{name}' cannot be read: {reason_of(error)}; get permission to read it, or name another model"
+            f"model '{name}' cannot be read: {reason_of(error)}; make it readable, or name another model"
         ) from None
     stored: Any = {}
     with contextlib.suppress(ValueError, RecursionError):

@@ -103,7 +103,7 @@ class LoadedModel:
     """A causal language model in evaluation mode, its tokenizer and their origin.
 
     Attributes:
-        name: name of the embedded model, hub id, or absolute path of the folder.
+        name: name of the embedded model, hub id, or absolute path of a folder or a GGUF file.
         revision: commit of a hub model.
         tokenizer_files: hash of the files from which the tokenizer was loaded; None: unknown.
         weights: the precision to which the weights of linear layers were rounded; None: weights are not rounded.
@@ -180,7 +180,7 @@ def load_model(
     """Load a model and its tokenizer, downloading missing files.
 
     Args:
-        name: the embedded model's name, a local folder, or a hub id.
+        name: the embedded model's name, a local folder or GGUF file, or a hub id.
         device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: a name in DTYPES, or `auto`: float32 on the CPU for plain weights; elsewhere, and for quantised weights,
             the checkpoint's dtype, or bfloat16 if the config has none.

@@ -47,7 +47,7 @@ def positions_after(config: "PreTrainedConfig", document: int) -> int | None:
 
     With longrope, a sequence that is longer than the original length uses other RoPE frequencies, also for its first
     tokens. An index has keys for one set of frequencies. If the document fits the original length, a sequence must
-    therefore not grow past that length.
+    therefore not grow past that length. The same holds for Phi-3, whose cache transformers drops at that length.
 
     Args:
         document: number of tokens of the document.
@@ -72,7 +72,7 @@ def _switch(config: "PreTrainedConfig") -> int | None:
 
     None if there is no such length.
     """
-    # Phi-3 drops its cache when a sequence grows past its config's length, with any type of RoPE.
+    # Phi-3 drops its cache when a sequence grows past this length, with any type of RoPE.
     switches = [getattr(config, "original_max_position_embeddings", None)]
     switches += [
         kind.get("original_max_position_embeddings")

@@ -124,7 +124,7 @@ class Leader(Team):
 
 @dataclass(frozen=True)
 class JoinedCapture:
-    """A capture whose heads are on all ranks; they are gathered one layer at a time."""
+    """A capture whose heads are divided among the ranks. `take` gathers one layer's heads from all ranks."""
 
     ranks: Ranks
     own: Capture

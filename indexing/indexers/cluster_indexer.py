@@ -192,8 +192,8 @@ class ClusterIndexer(Indexer):
     ) -> Tensors:
         """Cluster tokens as one block, and return the tensors of `level_tensors`.
 
-        Each of the outliers, the share `outliers` of the tokens, adds a cluster to the finest level. Allocates the keys
-        twice in float32.
+        A share `outliers` of the tokens, those farthest from their centroids, get a cluster each on the finest level.
+        Allocates the keys twice in float32.
 
         Args:
             keys, values: [Hk, M, D].

@@ -1,8 +1,8 @@
 """Indexer of Multipole Attention (arXiv 2506.13059, section 3): blockwise clusters with key and value centroids.
 
-With blocks of W tokens, tokens can be appended without clustering all old tokens again. Only the last block changes. It
-has at least alpha = W / 2 tokens, and is split when it reaches W + alpha. RetroInfer (arXiv 2505.02922) also clusters
-in segments and estimates attention from centroids.
+Blocks of W tokens are clustered separately, so that an append changes only the last block. This block has at least
+alpha = W / 2 tokens, unless the document has fewer. It is split when it reaches W + alpha tokens. RetroInfer (arXiv
+2505.02922) also clusters in segments and estimates attention from centroids.
 """
 
 from collections.abc import Iterator

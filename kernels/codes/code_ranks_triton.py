@@ -180,8 +180,8 @@ def _sums_of_parts(words, tables, head, word, first, first_places, padded, FOURS
                    WORDS: tl.constexpr, AT_ONCE: tl.constexpr, CENTROIDS: tl.constexpr):  # fmt: skip
     """Sum the table entries of some keys over the parts; return two int32 tensors [FOURS, 4].
 
-    The first tensor packs the 16-bit sums of the first and third query head of a word. The second tensor packs the sums
-    of the second and fourth query head.
+    A table entry has one byte for each of four query heads. The first tensor packs the 16-bit sums of the first and
+    third of these heads. The second tensor packs the sums of the second and fourth.
     """
     every, odd = tl.zeros([FOURS, 4], tl.int32), tl.zeros([FOURS, 4], tl.int32)
     entry = tl.arange(0, AT_ONCE * CENTROIDS)

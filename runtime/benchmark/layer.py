@@ -75,7 +75,7 @@ class LayerData:
         return replace(self, keys=keys, values=values, stored=stored)
 
     def row_bytes(self) -> int:
-        """Return the bytes of one key or value of one head, in the dtype of the queries."""
+        """Return the bytes of one key or value of one head in the dtype of `keys`, also if int8 rows are stored."""
         return self.keys.shape[2] * self.keys.element_size()
 
     def saved(self, rows: float) -> float:

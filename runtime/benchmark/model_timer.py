@@ -119,7 +119,7 @@ class ModelTimer:
 
     def _run(self) -> list[ModelRow]:
         self.report(
-            f"making {self.name} with random weights, and the keys and values of {self.distinct} layers for all its own"
+            f"making {self.name} with random weights; its layers share the keys and values of {self.distinct} layers"
         )
         rows: list[ModelRow] = []
         for weights in self.weights:

@@ -50,7 +50,10 @@ class LayerIndexer(ABC):
 
     @abstractmethod
     def record(self, tensors: Tensors, data: LayerData) -> MethodRecord:
-        """Make the manifest's record of a layer's tensors, with a calibration on the layer's held-out queries."""
+        """Make the manifest's record of the method, as if this layer were an index.
+
+        Its calibration uses the layer's tensors and held-out queries.
+        """
 
 
 def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:

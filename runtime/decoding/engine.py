@@ -284,7 +284,7 @@ class Engine:
     def answer(self, request: Request, before: int) -> Answer:
         """Answer one question after the `before` tokens in the cache. Call this method within `exclusive`.
 
-        All tokens except the last one of the answer stay in the cache. Raises what `answers` raises.
+        All tokens except the last one of the answer stay in the cache. Raises the errors of `answers`.
         """
         self.active, self.waiting = {0: self.sequence(request, before)}, deque()
         self.cache.expect_prompt(before + len(request.question))

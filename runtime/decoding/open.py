@@ -287,8 +287,7 @@ class OpenIndex:
             tail: False: the stored context ends before the tail, and the tokens fed next replace the tail.
             gather_makers: returns, for a layer, the function that makes the executor of all of the layer's steps.
 
-        Raises:
-            UsageError: the config has a residual, and no method of the index has value centroids.
+        Raises the errors of `prepare_layer`, and ArtifactError if a file that the method reads has changed.
         """
         kept, self.kept = self.kept, None
         if kept is not None and kept.config == config and tail and gather_makers is None:
@@ -438,6 +437,8 @@ def open_index(
 
     Raises:
         IdentityError: index and model do not match; the error names the field that differs, both values and the remedy.
+        ArtifactError: the index's tensors do not fit the model, or are damaged.
+        SparsekvError: with `hold`, the keys and values do not fit on the GPU.
     """
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])

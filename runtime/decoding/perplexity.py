@@ -28,8 +28,8 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
 
     Each token is conditioned on all tokens before it. The cache is rewound first. With sparse layers tokens are fed one
     by one, as in generation, so that each query makes its own selection. Without sparse layers tokens are fed in
-    chunks; the result is the same. The first token is predicted from the prompt's last token, which attends densely as
-    in the build of the index.
+    chunks; the result is the same. The first token is predicted from the last of the `after` prompt tokens, which
+    attends densely.
 
     Args:
         cache: a cache of this index, over the prompt's first `after` tokens.

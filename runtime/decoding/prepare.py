@@ -132,13 +132,13 @@ class PreparedMethod:
         return replace(self, _prepared=dict(self._prepared))
 
     def prepare(self, rows: LayerRows) -> None:
-        """Prepare the layer of `rows`, and store the result until `take`. Raises what `prepare_layer` raises."""
+        """Prepare the layer of `rows`, and store the result until `take`. Raises the errors of `prepare_layer`."""
         self._prepared[rows.layer] = self.take(rows)
 
     def take(self, rows: LayerRows) -> PreparedLayer:
         """Return the prepared layer of `rows`, and drop the reference to it. Prepares the layer now if it is not.
 
-        Raises what `prepare_layer` raises.
+        Raises the errors of `prepare_layer`.
         """
         held = self._prepared.pop(rows.layer, None)
         return held or prepare_layer(rows, self.form, self.device, self.shared)

@@ -74,7 +74,7 @@ class Session:
         *,
         sources: int = 0,
     ) -> Answer:
-        """Answer one question, greedily by default; raises what `question_ids` and `generate` raise.
+        """Answer one question, greedily by default; raises the errors of `question_ids` and `generate`.
 
         Threads that use the same model wait for each other, even if each has its own session.
 
@@ -94,7 +94,7 @@ class Session:
         together: int = 16,
         sources: int = 0,
     ) -> list[Answer]:
-        """Answer questions in batches; return the answers in the order of the questions. Raises what `ask` raises.
+        """Answer questions in batches; return the answers in the order of the questions. Raises the errors of `ask`.
 
         Args:
             together: the maximum number of questions that decode at the same time.
@@ -122,7 +122,7 @@ class Session:
     def _ids(self, question: str | torch.Tensor, name: str = "question") -> torch.Tensor:
         """Return a question's token ids [Q], int64, as a copy, which the caller cannot change during the answer.
 
-        Raises what `question_ids` raises.
+        Raises the errors of `question_ids`.
 
         Args:
             name: the name of the argument `question` in errors.
@@ -232,7 +232,7 @@ class Conversation:
 
         A failure or an interruption leaves the conversation as it was before the question. Threads that call this
         method wait for each other. Their questions become turns in the order in which the threads acquire the model.
-        Raises what `question_ids` and `generate` raise.
+        Raises the errors of `question_ids` and `generate`.
         """
         with exclusive(self.index.model):
             chat, border = None if self.raw else self.place.chat, self.place.border
@@ -260,7 +260,7 @@ class Conversation:
         """Use another config for the next questions; the turns stay and are prefilled again.
 
         The old cache is freed first, so that there are never two caches in memory. After a failure the old config
-        stays. Raises what the constructor raises for this config.
+        stays. Raises the errors of the constructor for this config.
         """
         with exclusive(self.index.model):
             before, self.config, self._asker = self.config, config, None

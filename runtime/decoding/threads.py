@@ -256,8 +256,8 @@ class _Meter:
     def threads(self, most: int) -> int:
         """Return the number of threads to use: the number of free cores, rounded, at least 1 and at most `most`.
 
-        A CPU quota limits the number of free cores.
-        CPU use is read again if the last reading is older than `INTERVAL`.
+        A CPU quota limits the number of free cores. CPU use is read again if the last reading is older than
+        `INTERVAL`.
         """
         with self.lock:
             if self.last is not None and time.monotonic() - self.last.moment >= INTERVAL and (now := usage()):

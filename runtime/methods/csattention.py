@@ -67,8 +67,8 @@ class CSAttention(Method):
         default=128,
         metadata={
             "help": (
-                "With --stream, number of generated tokens that are appended together; until then, all of them "
-                "are attended to."
+                "With --stream, number of generated tokens that are appended together. Up to twice as many wait "
+                "until then, and all of them are attended to."
             )
         },
     )

@@ -103,7 +103,8 @@ class Truth:
 def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, at_least: int = 1) -> Iterator[Truth]:
     """Compute dense attention of the queries of all blocks, batch by batch. Batches are numbered from 0.
 
-    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, but at least `at_least` queries.
+    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, but at least `at_least` queries. The last batch
+    of a block has the rest of its queries.
     """
     batches, tokens = count(), rows.artifact.manifest.split.tokens
     for block in blocks:

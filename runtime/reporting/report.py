@@ -125,14 +125,11 @@ class RecallReport:
         return [_mean(group, rows) for group, rows in groups.items()]
 
     def best_within(self, kv_fraction: float) -> RecallRow | None:
-        """Return the mean row of lowest output error with at most this KV fraction; None if there is no such row.
-
-        Bounds such as the oracle, and rows in which several queries share a selection, are excluded.
-        """
+        """Return the first row of `ranked_within`, which has the lowest output error; None if there is no row."""
         return next(iter(self.ranked_within(kv_fraction)), None)
 
     def ranked_within(self, kv_fraction: float) -> list[RecallRow]:
-        """Return the mean rows with at most this KV fraction, as tables show it, sorted by output error.
+        """Return the mean rows whose KV fraction, rounded as in tables, is at most `kv_fraction`, by output error.
 
         Bounds such as the oracle, and rows in which several queries share a selection, are excluded.
         """
@@ -175,7 +172,7 @@ def recall_report(
         configured: for some methods, by name, a label and the only variant to measure. All variants of other methods
             are measured.
         together: measure each variant once for each of these numbers of queries, which then share the union of their
-            selections. The queries of a group are evenly spread over the measured queries. Methods that cannot share,
+            selections. The queries of a group are evenly spread over a batch of `truths`. Methods that cannot share,
             and variants under a guard, are measured only with 1.
 
     Raises:

@@ -198,7 +198,7 @@ _PIECES = 2**20  # above the `Queries.batch` of any step without pieces: fewer s
 
 
 def piece_batch(start: int) -> int:
-    """Return what the `Queries.batch` of a piece of a question adds to that of the question.
+    """Return the number to add to a question's `Queries.batch` for a piece of the question.
 
     A piece is a run of tokens that share a selection; `start` is its first token in the step.
 

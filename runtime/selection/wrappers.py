@@ -65,7 +65,8 @@ def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:
 def unite_groups(selection: Selection, selector: Selector, middle: int, together: int) -> Selection:
     """Unite the selections of Q queries [Hk, Q, ...] in groups of `together` queries; a group takes every n-th query.
 
-    There are n = Q // `together` groups. If Q is no multiple of `together`, some groups are larger.
+    There are n = Q // `together` groups, but at least one. If Q is no multiple of `together`, some groups are larger.
+    If Q is less than `together`, all queries are one group.
     """
     Q = selection.rows.starts.shape[1]
     groups = max(1, Q // together)

@@ -218,9 +218,10 @@ def _passages(largest: Largest) -> Any:
 
 
 def _listed(largest: Largest, first: int = 0) -> Any:
-    """Convert to nested lists, one per [...] of places [..., K], of entries [place, share, ...].
+    """Convert the largest shares to nested lists, whose outer axes are those of `places` without its last one, K.
 
-    `first` is added to each place. Entries whose shares sum to less than `LEAST` are left out.
+    Each innermost list has entries `[place, share]`, with one share for each row of `shares`. `first` is added to each
+    place. Entries whose shares sum to less than `LEAST` are left out.
     """
     counts = (largest.shares.sum(0) >= LEAST).sum(-1).tolist()
     shares = _rounded(largest.shares.double()).movedim(0, -1).tolist()

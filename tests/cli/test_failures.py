@@ -123,7 +123,7 @@ def test_a_document_that_may_not_be_read_is_wrong_usage(place: Path) -> None:
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
-        with pytest.raises(UsageError, match=r"cannot read doc\.txt: permission denied; get permission to read it"):
+        with pytest.raises(UsageError, match=r"cannot read doc\.txt: permission denied; make it readable"):
             read_document("doc.txt")
     finally:
         os.seteuid(user)

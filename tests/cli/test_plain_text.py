@@ -108,7 +108,7 @@ def test_that_a_document_goes_on_is_said_where_it_does(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         notes[tokens] = run_here(*build, str(tokens)).stderr
         assert read_manifest(place / "new.skv").prompt.text_sha256 == hash_bytes(text)
-    told = "the first 300 of more tokens are indexed: the document goes on"
+    told = "the document is longer than --max-tokens: its first 300 tokens are indexed"
     assert [told in note for note in notes.values()] == [True, False, False]
     assert not any("goes on" in note for tokens, note in notes.items() if tokens > 300)
 

@@ -142,7 +142,7 @@ class Zygote:
             limits: `RLIMIT_` names; AS counts from what the imports take.
             unprivileged: obeys permissions, also where the tests run as root.
             kill_before: SIGKILL before the n-th operation that changes a file.
-            ignored: signals that the run ignores, as under nohup.
+            ignored: signals that the run ignores, such as SIGHUP under nohup.
             program: a module below `tests` that is run instead of the command.
             standard: files for `stdin`, `stdout`, `stderr`; None closes one.
         """

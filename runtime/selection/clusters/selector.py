@@ -59,7 +59,8 @@ class ClusterSelector(Selector):
     Args:
         hierarchical: score only the children of the best coarse clusters, instead of all finest clusters.
         opened: share of a finer level's clusters that a hierarchical lookup scores, as a multiple of the budget's
-            share. The lookup scores at most half of each finer level's clusters.
+            share. The lookup scores at most about half of the second coarsest level's clusters, a quarter of those of
+            the next level, and so on.
         thresholds: select clusters whose score reaches a threshold; None: the best clusters up to the budget.
         replace: attend to centroids in place of the tokens that are not selected.
         clustering: parameters for clustering new tokens; None: new tokens are not appended.
@@ -102,8 +103,8 @@ class ClusterSelector(Selector):
 
         Args:
             found: the tensors of `lookup_tensors`.
-            in_8_bits: int8 centroids of the finest clusters for kernels; None if tokens are appended, because the
-                centroids then change.
+            in_8_bits: int8 centroids of the finest clusters for kernels. None if the index stores no int8 centroids, or
+                if the selector can append tokens, because an append changes centroids.
         """
         levels = sum(name.endswith(".centroids") for name in found)
         of_levels = {
@@ -178,8 +179,8 @@ class ClusterSelector(Selector):
         """Select clusters.
 
         A selection up to a budget needs no sync. A selection by threshold needs one sync per scored level. The
-        exception is a decode step of one query on a GPU that scores all finest clusters and reads rows in place: it
-        needs none.
+        exception is a decode step of one query on a GPU that scores all finest clusters, of at most `MOST_TOKENS`
+        tokens, and reads rows in place: it needs none.
         """
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
         flat = self._is_flat(budget)
@@ -235,8 +236,8 @@ class ClusterSelector(Selector):
     def attend_fused(
         self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, float] | None:
-        """Select and attend with one kernel. Returns None for thresholds, windowed RoPE and hierarchical lookups, and
-        if no token is selected."""
+        """Select and attend with one kernel. Returns None for thresholds, windowed RoPE and lookups that are not flat,
+        and if no token is selected."""
         tokens = min(budget.tokens(self.middle), self.middle)
         if self.thresholds is not None or self.windowed_rope is not None or not (tokens and self._is_flat(budget)):
             return None

@@ -61,7 +61,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(place: Path) -> None:
 @pytest.mark.parametrize(
     ("stdin", "told"),
     [
-        (b"", "no question: write one per line to standard input, or start it at a terminal"),
+        (b"", "no question: write one question per line to standard input, or run `sparsekv chat` at a terminal"),
         (b"\n \n", "no question"),
         (b"caf\xe9?\n", "standard input line 1 is not text in UTF-8"),
         (b"\xef\xbb\xbfWhy?\ncaf\xe9?\n", "standard input line 2 is not text in UTF-8"),

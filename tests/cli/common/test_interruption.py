@@ -131,7 +131,7 @@ def _open_files(pid: int) -> list[str]:
 
 
 def test_a_command_that_ignores_it_goes_on(place: Path) -> None:
-    """As under nohup, or in the background of a script."""
+    """As in a background job of a shell script."""
     os.mkfifo(place / "pipe")
     writer = os.open(place / "pipe", os.O_RDWR)
     asked = ("generate", "--prompt-file", "pipe", "--max-new-tokens", "2", "-q")

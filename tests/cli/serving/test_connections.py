@@ -124,7 +124,7 @@ def test_sigterm_completes_what_has_begun_and_refuses_more(indices: Path) -> Non
     assert refused.json()["error"]["code"] == "shutdown"
     run = server.started.wait()
     assert run.code == 0, run
-    assert "answers that have begun are completed" in run.stderr
+    assert "accepted requests are completed" in run.stderr
 
 
 def test_an_answer_that_outlasts_the_drain_ends_with_an_error(indices: Path) -> None:
