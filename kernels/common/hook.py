@@ -5,6 +5,7 @@ that records keys and queries. The passes of `given_rows.py`, over rows that a c
 model. Answers never use them.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -110,6 +111,32 @@ _active: ContextVar[_Route | None] = ContextVar("sparsekv_attention", default=No
 _locks: "WeakKeyDictionary[PreTrainedModel, RLock]" = WeakKeyDictionary()
 _on_gpu = RLock()
 _opening = RLock()
+_lost = False
+
+
+def has_lost_threads() -> bool:
+    """Whether this process is a fork that cannot run models, because its parent's threads do not run in it.
+
+    These are torch's threads, if the parent had used a model with more than one, and any thread that held a model.
+    """
+    return _lost
+
+
+def _lose_threads() -> None:
+    global _lost
+    held = not all(map(_is_free, (_opening, _on_gpu, *_locks.values())))
+    _lost = _lost or held or (bool(_locks) and torch.get_num_threads() > 1)
+
+
+def _is_free(lock: RLock) -> bool:
+    """Whether no other thread holds the lock."""
+    if not lock.acquire(blocking=False):
+        return False
+    lock.release()
+    return True
+
+
+os.register_at_fork(after_in_child=_lose_threads)
 
 
 @contextmanager

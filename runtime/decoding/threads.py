@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.kernels.common.hook import all_alone, alone, called_back
+from sparsekv.kernels.common.hook import all_alone, alone, called_back, has_lost_threads
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
 from sparsekv.runtime.decoding.compiled import is_compiled
 
@@ -127,11 +127,12 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
 
     Raises:
         UsageError: the caller is a callback of an answer, by this model or by another. Two threads whose callbacks ask
-            each other's model would deadlock.
+            each other's model would deadlock. Or this process is a fork in which no model can run.
         SparsekvError: the model attends in a way that no index supports, for example because its code has changed
             since the build.
     """
     refuse_callback()
+    refuse_fork()
     with alone(model):
         try:
             yield
@@ -144,11 +145,22 @@ def exclusive_process() -> Iterator[None]:
     """Hold exclusive use of all models within the context; other threads wait.
 
     Raises:
-        UsageError: the caller is a callback of an answer.
+        UsageError: the caller is a callback of an answer, or this process is a fork in which no model can run.
     """
     refuse_callback()
+    refuse_fork()
     with all_alone():
         yield
+
+
+def refuse_fork() -> None:
+    """Raise UsageError in a fork whose parent's threads it would wait for."""
+    if has_lost_threads():
+        raise UsageError(
+            "this process was forked after its parent had used a model, and torch's threads do not run in a fork; "
+            "start it by `multiprocessing.get_context('spawn')` and open the index there, or start the parent with "
+            "OMP_NUM_THREADS=1 and fork while no answer is decoded"
+        )
 
 
 def refuse_callback() -> None:

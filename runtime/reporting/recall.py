@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -100,18 +100,19 @@ class Truth:
         return self.oracles[tokens]
 
 
-def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, at_least: int = 1) -> Iterator[Truth]:
+def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, together: int = 1) -> Iterator[Truth]:
     """Compute dense attention of the queries of all blocks, batch by batch. Batches are numbered from 0.
 
-    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, but at least `at_least` queries. The last batch
-    of a block has the rest of its queries.
+    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, in a multiple of `together`. The last batch of
+    a block also has the rest of its queries, fewer than `together`.
     """
     batches, tokens = count(), rows.artifact.manifest.split.tokens
     for block in blocks:
         Hq, queries, _ = block.queries.shape
-        step = max(at_least, LOGITS_AT_ONCE // (Hq * tokens))
-        for start in range(0, queries, step):
-            yield _truth(rows, block.part(slice(start, start + step), device), next(batches))
+        step = max(1, LOGITS_AT_ONCE // (Hq * tokens) // together) * together
+        edges = [*range(0, max(min(1, queries), queries - together + 1), step), queries]
+        for start, stop in pairwise(edges):
+            yield _truth(rows, block.part(slice(start, stop), device), next(batches))
 
 
 def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
@@ -194,7 +195,7 @@ def measure_layer(
         selectors[form] = prepared.selector
     measured = [one for one in measured if one.together == 1 or one.form.method.can_unite()]
     results = {one: Measures() for one in measured}
-    for truth in truths(rows, blocks, device, at_least=max((one.together for one in measured), default=1)):
+    for truth in truths(rows, blocks, device, max((one.together for one in measured), default=1)):
         for one in measured:
             _measure(one, selectors[one.form], truth, results[one])
     return results

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, get_args
 
 import numpy as np
@@ -319,6 +320,49 @@ def test_a_fork_of_a_process_that_has_streamed_refuses_to_stream(index: api.Inde
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert "".join(piece.text for piece in [first, *pieces]) == asker.ask(QUESTION, SHORT).text
+
+
+def _asks_in_a_fork(ask: Callable[[], object]) -> int:
+    """The exit code of a fork that asks: 0 for an answer, 7 for the refusal, and a signal's for a hang."""
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        try:
+            ask()
+            os._exit(0)
+        except UsageError as error:
+            os._exit(7 if "forked after its parent had used a model" in str(error) else 8)
+        finally:
+            os._exit(9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_fork_asks_only_where_it_waits_for_no_thread_of_its_parent(folder: Path, index: api.Index) -> None:
+    asker, threads = index.asker("quest"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert _asks_in_a_fork(lambda: asker.ask(QUESTION, SHORT)) == 0
+        torch.set_num_threads(2)
+        assert _asks_in_a_fork(lambda: asker.ask(QUESTION, SHORT)) == 7
+        assert _asks_in_a_fork(lambda: api.open_index(folder / "doc.skv")) == 7
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_decodes(index: api.Index) -> None:
+    asker, decoding, forked = index.asker("quest"), Event(), Event()
+
+    def wait_for_the_fork() -> bool:
+        decoding.set()
+        return not forked.wait(20)
+
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(asker.ask, QUESTION, SHORT, stop=wait_for_the_fork)
+        assert decoding.wait(20)
+        try:
+            assert _asks_in_a_fork(lambda: index.asker("quest").ask(QUESTION, SHORT)) == 7
+        finally:
+            forked.set()
+        assert answer.result().text == asker.ask(QUESTION, SHORT).text
 
 
 LEAVES = """

@@ -30,7 +30,7 @@ from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, Measures, measure_layer
+from sparsekv.runtime.reporting.recall import MeasuredSetting, Measures, measure_layer, truths
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Selection, Selector
 
 NAMES = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction", "missed_mass")
@@ -237,6 +237,21 @@ def test_queries_measured_in_pieces_give_the_same_means(artifact: Artifact, monk
     pieces = _measured(artifact, layer, "flat", Budget(0.1))
     for name, values in whole.items():
         assert pieces[name].tolist() == pytest.approx(values.tolist(), abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("together", [1, 3, 4, 7, 64])
+def test_no_group_of_queries_together_is_smaller_than_asked(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    block = tail_block(artifact, layer := artifact.manifest.indexed_layers[0])
+    monkeypatch.setattr("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", 5 * 4 * artifact.manifest.split.tokens)
+    batches = list(truths(LayerRows(artifact, layer), [block], torch.device("cpu"), together))
+    sizes = [one.queries.query.shape[2] for one in batches]
+    asked = torch.cat([one.queries.query for one in batches], 2).flatten(0, 1)
+    assert torch.equal(asked, block.queries)
+    assert min(sizes) >= min(together, block.queries.shape[1])
+    assert all(size % together == 0 for size in sizes[:-1])
+    assert max(sizes) < max(5, together) + together
 
 
 def test_means_are_over_all_queries_that_were_added() -> None:

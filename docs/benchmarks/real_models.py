@@ -1,0 +1,291 @@
+"""Ask real models questions with known answers, and write a page of the right answers of each method.
+
+    python docs/benchmarks/real_models.py measure FOLDER TEXT --model NAME_OR_FILE [--model ...] [--length N ...]
+    python docs/benchmarks/real_models.py page FOLDER > docs/benchmarks/board.md
+
+`measure` runs commands of `sparsekv eval`, each of which asks questions of all tasks about contexts of one length that
+it draws with one seed. Several commands run beside each other, also on one GPU. After `--minutes` no command begins,
+and those that run are stopped. The same call goes on later: answers are kept in FOLDER, and none is computed twice.
+A length beyond a model's positions stretches them by YaRN, at most to four times as many.
+
+`page` reads FOLDER's answers. Differences are to dense attention's answers to the same questions, in points, with the
+95% interval of a bootstrap over contexts. A task that dense attention answers less than 20% right is beyond the model.
+It is listed and counts in no mean.
+"""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby, product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from sparsekv.formats.models.load import load_description
+from sparsekv.formats.models.rope import positions_of
+from sparsekv.runtime.evaluation.table import Interval, interval, paired_difference
+from sparsekv.runtime.selection.interface import Budget
+
+SPARSEKV = [sys.executable, "-c", "from sparsekv.cli.main import main; main()"]
+TASKS = (
+    *(f"niah-{name}" for name in ("facts", "multikey", "multikey-2", "multikey-3", "multivalue", "multiquery")),
+    *("vt", "cwe", "fwe"),
+)
+METHODS = ("codes", "multipole", "squeezed", "csattention", "pqcache", "quest", "oracle", "window")
+BUDGETS = ("0.5%", "1.5%", "5%")
+LENGTHS = (4096, 16384, 30000, 64000, 120000)
+CONTEXTS, QUESTIONS, GROUPS = 1, 8, 3
+"""Contexts of a task that one command draws, the questions about each, and the number of commands of a length."""
+BEYOND = 20.0
+"""Percentage of right answers by dense attention below which a task is beyond the model."""
+HARD = ("niah-multikey-2", "niah-multikey-3")
+ROOM = 1024
+"""Positions that a question and its answer may take."""
+FURTHEST = 4
+"""Largest factor by which YaRN stretches a model's positions."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One call of `sparsekv eval`: contexts of `length` tokens that are drawn with `seed`, for a model."""
+
+    model: str
+    length: int
+    seed: int
+    scaling: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{Path(self.model).stem}-{self.length}-{self.seed}"
+
+    def arguments(self, text: str, work: str, answers: str) -> list[str]:
+        """Return the arguments of `sparsekv` that write the answers to a file."""
+        tasks = [part for task in TASKS for part in ("--task", task)]
+        ways = [part for name in METHODS for part in ("--method", name)]
+        ways += [part for share in BUDGETS for part in ("--budget", share)]
+        drawn = ["--length", self.length, "--contexts", CONTEXTS, "--questions", QUESTIONS, "--seed", self.seed]
+        scaled = ["--rope-scaling", self.scaling] if self.scaling else []
+        kept = ["--work", work, "--answers", answers, "--json", "-q"]
+        return list(map(str, ["eval", text, "--model", self.model, *tasks, *drawn, *ways, *scaled, *kept]))
+
+
+def commands(models: Sequence[str], lengths: Sequence[int], groups: int) -> Iterator[Command]:
+    """Yield the commands of each model and length, shortest lengths first, so that stopped runs end with whole tables.
+
+    A length that takes more than FURTHEST times a model's positions is left out.
+    """
+    positions = {name: positions_of(load_description(name, None, lambda line: None)[0]) for name in models}
+    for length, model in product(sorted(lengths), models):
+        factor = math.ceil((length + ROOM) / (positions[model] or math.inf))
+        if factor <= FURTHEST:
+            scaling = f"yarn:{factor}" if factor > 1 else None
+            yield from (Command(model, length, seed, scaling) for seed in range(groups))
+
+
+class Measurement:
+    """Runs commands beside each other until the time is over. Each goes on in a work folder of its own."""
+
+    def __init__(self, folder: Path, text: Path, minutes: float, workers: int):
+        self.folder, self.text, self.workers = folder, text, workers
+        self.ends = time.monotonic() + 60 * minutes
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, wanted: Sequence[Command]) -> int:
+        """Run the commands that have not ended yet; return the number of those that are left."""
+        left = [one for one in wanted if not self._answers(one).exists()]
+        with ThreadPoolExecutor(self.workers) as workers:
+            ended = list(workers.map(self._run, left))
+        return ended.count(False)
+
+    def _answers(self, command: Command) -> Path:
+        return self.folder / f"{command.name}.jsonl"
+
+    def _run(self, command: Command) -> bool:
+        """Run a command until it ends, and return True, or until the time is over, and return False."""
+        seconds = self.ends - time.monotonic()
+        if seconds <= 0:
+            return False
+        answers, began = self._answers(command), time.monotonic()
+        arguments = command.arguments(str(self.text), str(self.folder / "work" / command.name), str(answers))
+        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        process = subprocess.Popen(
+            [*SPARSEKV, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        try:
+            _, told = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)  # its answers are on the disk
+            process.communicate()
+            return False
+        took = time.monotonic() - began
+        print(f"{command.name}: {'done' if process.returncode == 0 else told.strip()} in {took:.0f} s", flush=True)
+        return process.returncode == 0
+
+
+Answers = list[dict[str, Any]]
+
+
+def read(folder: Path) -> dict[tuple[str, int], Answers]:
+    """Return all answers by model and length; each has the seed of its context."""
+    found: dict[tuple[str, int], Answers] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        model, length, seed = file.stem.rsplit("-", 2)
+        lines = file.read_text(encoding="utf-8").splitlines()
+        found.setdefault((model, int(length)), []).extend({**json.loads(line), "seed": int(seed)} for line in lines)
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at a budget: right answers in percent, differences to dense attention, and what a step read."""
+
+    method: str
+    budget: float | int | None
+    right: Interval
+    difference: Interval | None
+    hard: Interval | None
+    same: float | None
+    kv_fraction: float | None
+    questions: int
+
+
+def table(answers: Answers) -> tuple[list[Row], dict[str, float]]:
+    """Return the rows of a model at a length, and each task's right answers by dense attention in percent."""
+    ways: dict[tuple[str, float | None], Answers] = {}
+    for one in answers:
+        ways.setdefault((one["method"], one["budget"]), []).append(one)
+    base = ways["dense", None]
+    by_task = {
+        task: fmean(one["score"] for one in some)
+        for task, some in groupby(sorted(base, key=lambda one: str(one["task"])), lambda one: str(one["task"]))
+    }
+    within = [task for task, right in by_task.items() if right >= BEYOND]
+    rows = []
+    for (method, budget), given in ways.items():
+        dense = (method, budget) == ("dense", None)
+        kept, beside = _of(given, within), _of(base, within)
+        read = [one["kv_fraction"] for one in kept if one["kv_fraction"] is not None]
+        rows.append(
+            Row(
+                method=method,
+                budget=budget,
+                right=interval(_scores(kept)),
+                difference=None if dense else _difference(given, base, within),
+                hard=None if dense else _difference(given, base, [task for task in within if task in HARD]),
+                same=None if dense else _same(kept, beside),
+                kv_fraction=fmean(read) if read else None,
+                questions=len(kept),
+            )
+        )
+    return rows, by_task
+
+
+def _of(answers: Answers, tasks: Sequence[str]) -> Answers:
+    """Return the answers of some tasks, in the same order for every method."""
+    kept = [one for one in answers if one["task"] in tasks]
+    return sorted(kept, key=lambda one: (one["task"], one["seed"], one["context"], one["question"]))
+
+
+def _scores(answers: Answers) -> list[list[float]]:
+    """Return the scores by context."""
+    contexts = groupby(answers, lambda one: (one["task"], one["seed"], one["context"]))
+    return [[one["score"] for one in some] for _, some in contexts]
+
+
+def _difference(given: Answers, base: Answers, tasks: Sequence[str]) -> Interval | None:
+    """Return the difference to dense attention on some tasks; None without tasks."""
+    if not tasks:
+        return None
+    return paired_difference(_scores(_of(given, tasks)), _scores(_of(base, tasks)))
+
+
+def _same(given: Answers, base: Answers) -> float:
+    """Return the percentage of answers with the text of dense attention's answer."""
+    return 100 * fmean(one["answer"] == other["answer"] for one, other in zip(given, base, strict=True))
+
+
+HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
+
+
+def page(folder: Path) -> str:
+    """Return the page: a table for each model and length, the tasks, and the commands."""
+    text = ["# Right answers of real models", "", __doc__.split("\n\n")[3].replace("\n", " "), ""]
+    for (model, length), answers in read(folder).items():
+        rows, by_task = table(answers)
+        contexts = {(one["task"], one["seed"], one["context"]) for one in answers}
+        text += [f"## {model}, {length:,} tokens", ""]
+        text += [f"{rows[0].questions} questions of tasks within the model's reach; {len(contexts)} contexts.", ""]
+        text += [_line(HEADERS), _line(["---", "---:"] + ["---:"] * (len(HEADERS) - 2))]
+        text += [_line(_cells(row)) for row in rows]
+        told = ", ".join(f"{task} {right:.0f}{' (beyond)' * (right < BEYOND)}" for task, right in by_task.items())
+        text += ["", f"Dense attention by task, in percent: {told}.", ""]
+    return "\n".join(text)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.method,
+        "" if row.budget is None else str(Budget(row.budget)),
+        f"{row.right.value:.1f}",
+        _signed(row.difference),
+        _signed(row.hard),
+        "" if row.same is None else f"{row.same:.0f}",
+        "" if row.kv_fraction is None else f"{row.kv_fraction:.3f}",
+    ]
+
+
+def _signed(found: Interval | None) -> str:
+    if found is None:
+        return ""
+    if found.low is None or found.high is None:
+        return f"{found.value:+.1f}"
+    return f"{found.value:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    measure = parts.add_parser("measure", help="ask the questions that have no answers yet")
+    measure.add_argument("folder", type=Path)
+    measure.add_argument("text", type=Path, help="a long text, from which contexts are drawn")
+    measure.add_argument("--model", action="append", required=True, help="as in `sparsekv eval`; repeatable")
+    measure.add_argument("--length", action="append", type=int, help=f"repeatable; by default {LENGTHS}")
+    measure.add_argument("--groups", type=int, default=GROUPS, help="commands of a model and length, each with a seed")
+    measure.add_argument("--minutes", type=float, default=9.0)
+    measure.add_argument("--workers", type=int, default=1, help="commands that run beside each other")
+    measure.add_argument("--print", action="store_true", help="print the commands and run none")
+    shown = parts.add_parser("page", help="print the page of all answers in FOLDER")
+    shown.add_argument("folder", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parsed()
+    if given.part == "page":
+        print(page(given.folder))
+        return
+    wanted = list(commands(given.model, given.length or LENGTHS, given.groups))
+    if given.print:
+        for one in wanted:
+            print(shlex.join(["sparsekv", *one.arguments(str(given.text), f"{one.name}.eval", f"{one.name}.jsonl")]))
+        return
+    left = Measurement(given.folder, given.text, given.minutes, given.workers).run(wanted)
+    print(f"{len(wanted) - left} of {len(wanted)} commands have ended")
+    sys.exit(left > 0)
+
+
+if __name__ == "__main__":
+    main()
