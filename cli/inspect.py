@@ -21,7 +21,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.stats import storage_record
 from sparsekv.cli.common.streams import finite_numbers
 from sparsekv.cli.configuring.sources import Command
-from sparsekv.cli.inspecting.page import inspection_page, telling_words, token_texts, words_of
+from sparsekv.cli.inspecting.page import inspection_page, telling_words, words_of
 from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.device import choose_device
@@ -122,7 +122,7 @@ def inspect(
     words = [] if tokenizer is None else words_of(tokenizer, ids)
     inspection = _inspection(artifact, described or {name: [] for name in names}, shown, words, verified=verify)
     if html is not None:
-        texts = [] if tokenizer is None else token_texts(tokenizer, ids)
+        texts = [] if tokenizer is None else _token_texts(tokenizer, ids)
         write_html(inspection_page(inspection, described, shown, texts), html, quiet=quiet)
     if plot is not None:
         _plot(artifact, described, plot)
@@ -133,6 +133,12 @@ def inspect(
         print_inspection(inspection, by_layer=by is not None)
     if not more:
         say(f"\nBlocks, clusters and lists: {command('inspect', '--index', artifact.folder, '--method', 'all')}")
+
+
+def _token_texts(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[str]:
+    from sparsekv.runtime.sources.passages import token_texts  # imports transformers, which takes seconds
+
+    return token_texts(tokenizer, ids)
 
 
 Described = list[LayerDescription]

@@ -42,10 +42,6 @@ def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, i
     return {word: here[word] for word in sorted(here, key=surprise, reverse=True)}
 
 
-BROKEN = "\ufffd"
-LONGEST = 8  # maximum number of tokens that one character may span
-
-
 def inspection_page(
     inspection: dict[str, Any], described: dict[str, list[LayerDescription]], layer: int, texts: Sequence[str]
 ) -> Page:
@@ -66,20 +62,3 @@ def inspection_page(
     }
     data = {"inspection": inspection, "positions": positions, "texts": [*texts]}
     return report_page(f"What is in {Path(inspection['index']).name}", data, "inspect_clusters.js", "inspect_page.js")
-
-
-def token_texts(tokenizer: "PreTrainedTokenizerBase", input_ids: list[int]) -> list[str]:
-    """Return the text of each token. A character that spans several tokens belongs to the first one, and the others
-    are empty."""
-    texts: list[str] = []
-    start = 0
-    while start < len(input_ids):
-        length = 1
-        text = str(tokenizer.decode(input_ids[start : start + 1]))
-        while text.endswith(BROKEN) and length < LONGEST and start + length < len(input_ids):
-            length += 1
-            text = str(tokenizer.decode(input_ids[start : start + length]))
-        whole = not text.endswith(BROKEN)
-        texts += [text, *[""] * (length - 1)] if whole else [str(tokenizer.decode(input_ids[start : start + 1]))]
-        start += length if whole else 1
-    return texts

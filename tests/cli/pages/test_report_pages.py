@@ -5,13 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from support.command import fails, run_here
 from support.html_page import HOSTILE
 from support.report_pages import ASKED, EVAL, REPORT, page_of, printed
 from support.tiny_models import tiny_tokenizer
 
-from sparsekv.cli.inspecting.page import token_texts
 from sparsekv.formats.index.reader import Artifact
 
 COMMANDS = [REPORT, ("inspect", "-q"), (*EVAL, *ASKED)]
@@ -111,13 +109,3 @@ def test_a_page_is_noted_beside_what_is_printed(place: Path) -> None:
     outcome = run_here(*[part for part in REPORT if part != "-q"], "--html", "page.html")
     assert "page: page.html\n" in outcome.stderr
     assert "squeezed" in outcome.stdout
-
-
-def test_a_character_of_several_tokens_is_one_text() -> None:
-    tokenizer, text = tiny_tokenizer(), "é\u6f22 \U0001f642 and a"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    texts = token_texts(tokenizer, ids)
-    assert "".join(texts) == tokenizer.decode(ids)
-    assert len(texts) == len(ids)
-    assert "\ufffd" not in "".join(texts)
-    assert token_texts(tokenizer, torch.tensor(ids[:1]).tolist()) == [tokenizer.decode(ids[:1])]
