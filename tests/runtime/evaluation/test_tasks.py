@@ -1,5 +1,6 @@
 """Generated tasks as properties: the answers stand where they should, sizes are kept, the seed decides everything."""
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -14,10 +15,12 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.haystack import Needles, NeedlesAlone, nearest
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.published import cut_note
+from sparsekv.runtime.evaluation.scbench import ItemList
 from sparsekv.runtime.evaluation.tasks import Context, tasks
 
 NEEDLES = [name for name, task in tasks().items() if isinstance(task, Needles)]
 ALONE = [name for name, task in tasks().items() if isinstance(task, NeedlesAlone)]
+LISTS = [name for name, task in tasks().items() if isinstance(task, ItemList)]
 NEEDLE = r"(?:One of the special magic numbers for ([a-z]+-[a-z]+) is:|The ([A-Za-z ]+) is) (\d{7})\."
 SEEDED = [name for name in tasks() if name != "qa"]  # a person's questions are the same under any seed
 
@@ -142,8 +145,11 @@ def test_depths_are_taken_in_turn() -> None:
     assert depths == pytest.approx([0, 0, 1, 1], abs=0.06)
 
 
-def test_chains_of_variables_can_be_followed() -> None:
-    for context in tasks()["vt"].make(request()):
+@pytest.mark.parametrize(("name", "chains"), [("vt", 3), ("scbench-vt", 10)])
+def test_chains_of_variables_can_be_followed(name: str, chains: int) -> None:
+    for context in tasks()[name].make(request()):
+        assert len(context.questions) == 3
+        assert len(re.findall(r"VAR \w{5} = \d{5}\.", context.text)) == chains
         said = [(match[1], match[2]) for match in re.finditer(r"VAR (\w{5}) = (?:VAR )?(\w{5})\.", context.text)]
         for question in context.questions:
             value = re.findall(r"\d{5}", question.text)[0]
@@ -152,6 +158,52 @@ def test_chains_of_variables_can_be_followed() -> None:
                 held |= {name} if source in held else set()
             assert held - {value} == set(question.answers)
             assert len(question.answers) == 5
+
+
+@pytest.mark.parametrize("name", [*LISTS, "scbench-vt"])
+def test_a_scorer_finds_the_right_answers_and_no_others(name: str) -> None:
+    for context in tasks()[name].make(request(questions=5)):
+        right = {question: f" {', '.join(question.answers)}." for question in context.questions}
+        assert len(right) == 5
+        for question in context.questions:
+            scores = {text: METRICS[question.metric].score(text, question) for text in right.values()}
+            assert {text for text, score in scores.items() if score} == {right[question]}
+            assert scores[right[question]] == 1
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 99), st.integers(400, 3000), st.integers(1, 7))
+def test_right_answers_follow_from_the_lists(seed: int, length: int, questions: int) -> None:
+    asked = request(seed=seed, length=length, questions=questions, contexts=1)
+    (pairs,), (strings,), (numbers,), (shots,) = (
+        tasks()[f"scbench-{name}"].make(asked) for name in ("kv", "prefix-suffix", "mf", "many-shot")
+    )
+    stored = json.loads(pairs.text.split("JSON data:\n")[1])
+    for question in pairs.questions:
+        assert (stored[question.text.split('"')[1]],) == question.answers
+    listed = json.loads(strings.text.split("\n\n")[1])
+    for question in strings.questions:
+        prefix, suffix = re.findall('"(.+?)"', question.text)
+        assert (*(one for one in listed if one.startswith(prefix) and one.endswith(suffix)),) == question.answers
+    ordered = sorted(json.loads(numbers.text.split("\n\n")[1]))
+    assert len({*ordered}) == len(ordered)
+    ranks = {"third": 2, "second": 1, "largest": 0, "smallest": 0, "median": len(ordered) // 2}
+    for question in numbers.questions:
+        rank = next(place for word, place in ranks.items() if word in question.text)
+        assert question.answers == (str(ordered[-1 - rank if "largest" in question.text else rank]),)
+    assert len(ordered) % 2 == 1
+    examples = dict(line.split(": ") for line in shots.text.split("\n\n")[1].split("\n"))
+    for question in shots.questions:
+        thing = question.text.split(" is the ")[1].split("?")[0]
+        assert thing not in examples
+        assert {(label,) for one, label in examples.items() if one.split()[-1] == thing.split()[-1]} == {
+            question.answers
+        }
+
+
+def test_there_are_no_numbers_without_end() -> None:
+    with pytest.raises(UsageError, match="--questions 8: scbench-mf has 7"):
+        tasks()["scbench-mf"].make(request(questions=8))
 
 
 @pytest.mark.parametrize("length", [1000, 5000])
@@ -201,7 +253,7 @@ def test_a_continuation_follows_its_context() -> None:
         assert context.text + context.questions[0].answers[0] in BY_NAME
 
 
-@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa", *ALONE)])
+@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa", *ALONE, *LISTS)])
 def test_a_text_that_is_too_short_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"the text is too short for --task {name}:"):
         tasks()[name].make(request(text="One short sentence. " * 20))
