@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from sparsekv.formats.errors import UsageError, suggestion
@@ -26,6 +26,7 @@ class Question:
         prefix: beginning of the answer, which the model continues.
         depth: position of the answer in the document, from 0 to 1; None if the answer has no single position.
         classes: labels of a classification.
+        earlier: in a conversation, the questions of the turns before this one.
     """
 
     text: str
@@ -35,6 +36,7 @@ class Question:
     prefix: str = ""
     depth: float | None = None
     classes: tuple[str, ...] = ()
+    earlier: tuple["Question", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ class Context:
     questions: tuple[Question, ...]
     length: int | None = None
     bare: bool = False
+
+
+def in_turns(context: Context) -> Context:
+    """Return the context with its questions as the turns of one conversation."""
+    asked = context.questions
+    return replace(context, questions=tuple(replace(one, earlier=asked[:turn]) for turn, one in enumerate(asked)))
 
 
 @dataclass(frozen=True)

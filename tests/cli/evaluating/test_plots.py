@@ -16,7 +16,7 @@ NO_DIFFERENCE: dict[str, Any] = dict.fromkeys(("difference", "difference_low", "
 
 
 def _row(prefill: str, method: str, budget: float | None, score: float, read: float, **changes: Any) -> Score:
-    about = {"task": "niah-single", "length": 600, "tokens": 600.0, "metric": "match-all", "unit": "%"}
+    about = {"task": "niah-single", "length": 600, "turn": None, "tokens": 600.0, "metric": "match-all", "unit": "%"}
     counted = {"contexts": 10, "questions": 40, "seconds": 1.0, "score_low": score - 5, "score_high": score + 5}
     differs = {"difference": -5.0, "difference_low": -9.0, "difference_high": 1.0, "same_as_dense": 80.0}
     values = about | counted | differs | changes
