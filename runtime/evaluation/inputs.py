@@ -11,6 +11,7 @@ from sparsekv.formats.hints import with_ending
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.evaluation.engine import Comparison
+from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.published import cut_note, read_pairs, read_published, shorten
 from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task, in_turns
 
@@ -121,8 +122,14 @@ def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
 
 
 def _asked(context: Context, inputs: Inputs) -> Context:
-    """Limit a context to the requested number of questions, and make them turns if turns are requested."""
+    """Limit a context to the requested number of questions, and make them turns if turns are requested.
+
+    Raises:
+        UsageError: turns are requested, and the questions have no expected answers.
+    """
     context = replace(context, questions=context.questions[: inputs.request.questions])
+    if inputs.turns and any(METRICS[question.metric].of_dense for question in context.questions):
+        raise UsageError(f"--turns needs expected answers, and {context.task} has none; leave one of them out")
     return in_turns(context) if inputs.turns else context
 
 

@@ -6,6 +6,7 @@ import string
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from rapidfuzz import fuzz
 from rapidfuzz.distance import LCSseq
@@ -20,7 +21,8 @@ class Metric:
     """A score of one answer. Reports apply `summary` to the mean of the scores and show it in `unit`.
 
     With `continuation` no answer is generated. The expected text is scored by its mean negative log-likelihood per
-    token, in nats. With `every` the right answer has all expected strings; otherwise each of them is right alone.
+    token, in nats. With `every` the right answer has all expected strings; otherwise each of them is right alone. With
+    `of_dense` the expected answer is that of dense attention, and the task itself has none.
     """
 
     score: ScoreFunction
@@ -28,6 +30,7 @@ class Metric:
     unit: str = "%"
     continuation: bool = False
     every: bool = False
+    of_dense: bool = False
 
 
 def match_all(answer: str, question: Question) -> float:
@@ -152,6 +155,14 @@ def option(answer: str, question: Question) -> float:
     return float(letters in question.answers)
 
 
+def same_start(answer: str, question: Question) -> float:
+    """Compute the number of words before the first difference to the expected answer, as a share of the longer one."""
+    words, expected = answer.split(), question.answers[0].split()
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(words, expected, strict=False)))
+    longer = max(len(words), len(expected))
+    return same / longer if longer else 1.0
+
+
 def first_line(text: str) -> str:
     """Return the text's first line after leading line breaks."""
     return text.lstrip("\n").split("\n")[0]
@@ -181,5 +192,6 @@ METRICS = {
     "substring": Metric(substring),
     "number": Metric(number),
     "option": Metric(option),
+    "same-start": Metric(same_start, of_dense=True),
     "perplexity": Metric(_unscored, math.exp, "", continuation=True),
 }

@@ -1,4 +1,4 @@
-"""Tasks on given texts: published benchmarks, the user's own questions, and perplexity."""
+"""Tasks on given texts: published benchmarks, the user's own questions, perplexity and long answers."""
 
 import json
 import random
@@ -207,18 +207,27 @@ def cut_note(context: Context, request: Request, name: str) -> str | None:
     return f"--task qa asks about the first {tokens:,} of {of} tokens of {name}{left}; a larger --length takes more"
 
 
+def _window(request: Request, number: int, task: str) -> tuple[str, str]:
+    """Cut window `number`, counted from 0, out of a text; return it, and the words that follow it.
+
+    Raises:
+        UsageError: the text is too short.
+    """
+    pieces = re.findall(r"\s*\S+", request.text)
+    drawn = random.Random(f"{request.seed} {task} {request.length} {number}")
+    # A word has at least one token, so windows up to this start have enough words to fill their length.
+    last = max(1, len(pieces) - request.length - CONTINUATION_TOKENS)
+    part = last / request.contexts
+    start = int(number * part + drawn.random() * part)
+    window = fill(pieces[start:], _joined, request.count, request.length, task)
+    return _joined(window), "".join(pieces[start + len(window) :][:CONTINUATION_TOKENS])
+
+
 class Continuation(DrawnTask):
     """Cuts windows out of the text. The score of a window is the perplexity of the words that follow the window."""
 
     def draw(self, request: Request, number: int) -> Context:
-        pieces = re.findall(r"\s*\S+", request.text)
-        drawn = random.Random(f"{request.seed} perplexity {request.length} {number}")
-        # A word has at least one token, so windows up to this start have enough words to fill their length.
-        last = max(1, len(pieces) - request.length - CONTINUATION_TOKENS)
-        part = last / request.contexts
-        start = int(number * part + drawn.random() * part)
-        window = fill(pieces[start:], _joined, request.count, request.length, "perplexity")
-        rest = "".join(pieces[start + len(window) :][:CONTINUATION_TOKENS])
+        window, rest = _window(request, number, "perplexity")
         if not rest:
             raise UsageError(
                 "--task perplexity needs text after the context, and there is none; give a longer text or a "
@@ -226,8 +235,32 @@ class Continuation(DrawnTask):
             )
         question = Question("", (rest,), "perplexity", CONTINUATION_TOKENS)
         return Context(
-            "perplexity", f"{request.length} tokens, {number}", _joined(window), (question,), request.length, bare=True
+            "perplexity", f"{request.length} tokens, {number}", window, (question,), request.length, bare=True
         )
+
+
+OPEN_REQUESTS = (
+    "Summarise the text above in several paragraphs.",
+    "Explain the text above to a beginner, step by step.",
+    "Write ten questions that the text above answers, each with its answer.",
+    "List all names and terms of the text above, each with an explanation.",
+    "Write a detailed review of the text above, with its strengths and weaknesses.",
+)
+LONG_ANSWER_TOKENS = 300
+
+
+class LongAnswer(DrawnTask):
+    """Cuts windows out of the text, and makes requests that need long answers. Dense attention's answer is expected."""
+
+    def draw(self, request: Request, number: int) -> Context:
+        if request.asked() > len(OPEN_REQUESTS):
+            raise UsageError(
+                f"--questions {request.asked()}: long-answer has {len(OPEN_REQUESTS)} at most per context; give fewer"
+            )
+        window, _ = _window(request, number, "long-answer")
+        questions = [Question(one, (), "same-start", LONG_ANSWER_TOKENS) for one in OPEN_REQUESTS[: request.asked()]]
+        name = f"{request.length} tokens, {number}"
+        return Context("long-answer", name, window, tuple(questions), request.length)
 
 
 def _joined(pieces: list[str]) -> str:
@@ -236,6 +269,7 @@ def _joined(pieces: list[str]) -> str:
 
 tasks.add("qa", QuestionAnswering())
 tasks.add("perplexity", Continuation())
+tasks.add("long-answer", LongAnswer())
 
 Record = dict[str, Any]
 T = TypeVar("T")

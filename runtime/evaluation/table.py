@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Self
@@ -295,10 +295,24 @@ def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
     answered are counted. Rows are in the order in which the variants first occur.
     """
     groups: dict[tuple[str, int | None, str], list[Result]] = {}
-    for result in results:
+    for result in _expecting(list(results)):
         key = (result.context.task, result.context.length, result.question.metric)
         groups.setdefault(key, []).append(result)
     return [row for group in groups.values() for turn in _turns(group) for row in _group(group, turn, seed)]
+
+
+def _expecting(results: list[Result]) -> list[Result]:
+    """Return the results, with dense attention's answer in the questions whose metric compares answers with it."""
+    dense: dict[tuple[Context, Question], str] = {}
+    for result in results:
+        if result.way.budget is None:
+            dense.setdefault((result.context, result.question), result.given.text)
+    return [
+        replace(result, question=replace(result.question, answers=(dense[result.context, result.question],)))
+        if METRICS[result.question.metric].of_dense
+        else result
+        for result in results
+    ]
 
 
 def _turns(results: list[Result]) -> list[int | None]:

@@ -20,7 +20,8 @@ class Question:
 
     Attributes:
         text: the question's text after the document.
-        answers: the expected answers. For a `continuation` metric: the text that follows the document.
+        answers: the expected answers. For a `continuation` metric: the text that follows the document. Empty for a
+            metric whose expected answer is that of dense attention.
         metric: name in `metrics.METRICS`.
         max_new_tokens: largest number of tokens of an answer.
         prefix: beginning of the answer, which the model continues.

@@ -64,6 +64,16 @@ def test_dense_attention_is_a_line_across_in_a_colour_that_no_method_has(draw: C
     assert not same_color(coloured["codes dense"], handles[0].get_color())
 
 
+def test_scores_of_single_turns_are_not_drawn(draw: Callable[[list[Score]], Any]) -> None:
+    one = [
+        _row("dense", "dense", None, 10.0, 1.0, turn=1, **NO_DIFFERENCE),
+        _row("dense", "codes", 0.05, 20.0, 0.1, turn=1),
+    ]
+    handles, labels = draw([*ROWS[:3], *one]).axes[0].get_legend_handles_labels()
+    assert labels == ["dense attention", "codes"]
+    assert list(handles[1][0].get_ydata()) == [80.0, 85.0]
+
+
 def test_methods_of_two_packages_and_codes_have_three_colours(
     draw: Callable[[list[Score]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

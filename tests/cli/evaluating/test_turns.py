@@ -94,6 +94,13 @@ def test_turns_of_one_question_are_refused(place: Path) -> None:
     assert "--turns has no effect on contexts with one question; leave it out" in outcome.stderr
 
 
+def test_turns_without_expected_answers_are_refused(place: Path) -> None:
+    (place / "doc.txt").write_text("Nothing is said here. " * 200)
+    outcome = run_here("eval", "doc.txt", *FEW, "--task", "long-answer", "--length", "500", "--turns", "-q")
+    assert outcome.code == 2
+    assert "--turns needs expected answers, and long-answer has none; leave one of them out" in outcome.stderr
+
+
 def test_a_template_of_one_turn_is_refused(place: Path) -> None:
     _write(*ASKED)
     model = Path("once")
