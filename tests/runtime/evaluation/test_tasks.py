@@ -201,6 +201,26 @@ def test_right_answers_follow_from_the_lists(seed: int, length: int, questions: 
         }
 
 
+@pytest.mark.parametrize("name", ["scbench-kv", "scbench-prefix-suffix"])
+def test_requests_are_spread_over_a_list_in_random_order(name: str) -> None:
+    """So that a turn's scores are not those of one depth."""
+    orders = []
+    for context in tasks()[name].make(request(length=4000, contexts=4, questions=5)):
+        places = [context.text.index(question.answers[0]) / len(context.text) for question in context.questions]
+        assert sorted(places) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.05)
+        orders.append(sorted(range(5), key=places.__getitem__))
+    assert len({*map(tuple, orders)}) > 1
+
+
+def test_other_strings_have_the_prefix_or_the_suffix() -> None:
+    (context,) = tasks()["scbench-prefix-suffix"].make(request(length=4000, contexts=1))
+    listed = json.loads(context.text.split("\n\n")[1])
+    for question in context.questions:
+        (right,) = question.answers
+        assert sum(one.startswith(right[:4]) for one in listed) > 5
+        assert sum(one.endswith(right[-4:]) for one in listed) > 5
+
+
 @pytest.mark.parametrize(("name", "most"), [("scbench-mf", 7), ("long-answer", 5)])
 def test_more_questions_than_there_are_are_refused(name: str, most: int) -> None:
     assert len(tasks()[name].make(request(questions=most))[0].questions) == most
