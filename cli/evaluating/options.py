@@ -118,6 +118,14 @@ class EvalOptions:
     questions: Annotated[
         int | None, typer.Option(help="Questions per context. Default: 5, or all that a file has.")
     ] = None
+    turns: Annotated[
+        bool,
+        typer.Option(
+            "--turns",
+            help="Ask a context's questions as the turns of a conversation, in which each earlier question has its "
+            "expected answer. The table has scores by turn, too.",
+        ),
+    ] = False
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -231,4 +239,5 @@ class EvalOptions:
             self.questions,
             self.seed,
             self.encoding,
+            turns=self.turns,
         )

@@ -100,7 +100,7 @@ def _counted(row: Score) -> str:
 
 def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
     """Return a table of scores, with a column for each of GROUPING that differs."""
-    first, divided = rows[0], [*differing(rows, GROUPING), *differing(rows, ("prefill",))]
+    first, divided = rows[0], [*differing(rows, GROUPING), *differing(rows, ("prefill", "turn"))]
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
     mean = "" if first.contexts == 1 else "on average "
     unit = f" in {first.unit}" if first.unit else ""
@@ -113,10 +113,10 @@ def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
         [*divided, "method"],
         ["budget", "score [95%]", DIFFERENCE, SAME, "kv fraction", "s"],
     )
-    for group in grouped(rows, GROUPING):
+    for group in grouped(rows, (*GROUPING, "turn")):
         for row in group:
             table.add_row(
-                *(str(getattr(row, name)) for name in divided),
+                *(_cell(getattr(row, name)) for name in divided),
                 f"{row.method} {row.variant}".strip(),
                 "" if row.budget is None else str(Budget(row.budget)),
                 _with_bounds(row.score, row.score_low, row.score_high, ""),
@@ -127,6 +127,11 @@ def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
             )
         table.add_section()
     return table
+
+
+def _cell(value: Any) -> str:
+    """Format a value of a field that tells rows apart. The turn of a row over all turns is None."""
+    return "all" if value is None else str(value)
 
 
 def _with_bounds(value: float | None, low: float | None, high: float | None, sign: str) -> str:

@@ -17,7 +17,7 @@ Line = tuple[str, str, str]
 
 def plot_scores(rows: Sequence[Score], cells: Sequence[Cell], title: str, path: Path) -> None:
     """Plot scores, one panel per task and length. A method is a line with confidence intervals. Dense attention is a
-    dashed line with its interval as a band.
+    dashed line with its interval as a band. Scores of single turns are left out.
 
     Below the scores, `cells` are drawn as maps of length by depth, one for each task, method, budget and prefill.
 
@@ -25,7 +25,7 @@ def plot_scores(rows: Sequence[Score], cells: Sequence[Cell], title: str, path: 
         SparsekvError: the picture cannot be written.
     """
     groups: dict[tuple[str, int | None, str], list[Score]] = {}
-    for row in rows:
+    for row in (one for one in rows if one.turn is None):
         groups.setdefault((row.task, row.length, row.metric), []).append(row)
     maps = _maps(cells)
     columns = max(len(groups), min(len(maps), 5))

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from sparsekv.formats.checksums import hash_json, hash_tokens
-from sparsekv.formats.documents.continuation import encode_question
-from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt
+from sparsekv.formats.documents.continuation import BETWEEN, encode_question
+from sparsekv.formats.documents.plain_text import Trusted
+from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt, next_turn
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import ModelIdentity, TokenizerIdentity
+from sparsekv.formats.index.schema import ChatFrame, ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import positions_after, positions_of, stretchable
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
@@ -105,17 +106,33 @@ class Comparison:
         """Return the token ids [Q] that are fed after the document.
 
         They are the question in its chat template, if there is one, and the beginning of the answer that the task
-        prescribes. For a `continuation` metric they are the first tokens of the text that follows the document.
+        prescribes. In a conversation the earlier questions precede them, each with its expected answer. For a
+        `continuation` metric they are the first tokens of the text that follows the document.
+
+        Raises:
+            UsageError: the question is a later turn, and the model's chat template has only one turn.
         """
         chat = prompt.chat
         most: int | None = None
         if METRICS[question.metric].continuation:
             chat, parts, most = None, [question.answers[0]], question.max_new_tokens
-        elif chat is not None or context.length is None:
-            parts = [question.text, question.prefix]
+        elif chat is not None:
+            parts = self._turns_in_chat(question, chat)
         else:
-            parts = [f"\n{question.text} {question.prefix}".rstrip()]
+            parts = [_turns_in_text(question, generated=context.length is not None)]
         return known_ids(self.loaded.model, encode_question(self.loaded.tokenizer, prompt.border, chat, *parts)[:most])
+
+    def _turns_in_chat(self, question: Question, chat: ChatFrame) -> list[str]:
+        """Return the parts of a conversation's text, from the first question on, without the text before it."""
+        turns = [*question.earlier, question]
+        parts = [turns[0].text, turns[0].prefix]
+        frame = next_turn(self.loaded.tokenizer, chat) if question.earlier else chat
+        if frame is None:
+            raise UsageError("the model's chat template has no second turn; leave --turns out, or give --raw")
+        for before, one in pairwise(turns):
+            text = one.text.strip() if chat.trimmed else one.text.lstrip("\n")
+            parts += [_said(before), Trusted(frame.between), text, Trusted(frame.after), one.prefix]
+        return parts
 
     def longest(self, question: Question) -> int:
         """Return the largest number of tokens of the answer to a question."""
@@ -146,6 +163,29 @@ class Comparison:
             sparse = product(self.methods, variants, self.budgets)
             found += [Variant(prefill, DENSE), *(Variant(prefill, *one) for one in sparse)]
         return found
+
+
+def _turns_in_text(question: Question, *, generated: bool) -> str:
+    """Return a conversation's text after the document, without a chat template. A blank line separates turns.
+
+    Args:
+        generated: the question is of a generated task. A question of published data begins with its own separator.
+    """
+
+    def asked(one: Question) -> str:
+        return f"\n{one.text} {one.prefix}".rstrip() if generated else one.text + one.prefix
+
+    turns = [*question.earlier, question]
+    text = asked(turns[0])
+    for before, one in pairwise(turns):
+        text += _said(before) + BETWEEN + asked(one).lstrip("\n")
+    return text
+
+
+def _said(question: Question) -> str:
+    """Return the answer that later turns show: all expected answers if they belong together, or else the first."""
+    answers = question.answers if METRICS[question.metric].every else question.answers[:1]
+    return f"{' ' if question.prefix else ''}{', '.join(answers)}"
 
 
 def check_room(comparison: Comparison, contexts: list[Context]) -> None:

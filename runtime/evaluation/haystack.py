@@ -459,12 +459,22 @@ HOPS = 4
 MAX_NEW_TOKENS = 30
 
 
+@dataclass(frozen=True)
 class VariableTracking(DrawnTask):
-    """Hides a chain of variable assignments, of four hops, for each question. A chain's assignments are in order."""
+    """Hides chains of variable assignments, of four hops. Each question asks for the variables of another chain.
+
+    A chain's assignments are in order.
+
+    Attributes:
+        chains: minimum number of chains of a context. A context has at least one chain for each question.
+    """
+
+    name: str
+    chains: int
 
     def draw(self, request: Request, number: int) -> Context:
-        drawn = random.Random(f"{request.seed} vt {request.length} {number}")
-        chains = request.asked()
+        drawn = random.Random(f"{request.seed} {self.name} {request.length} {number}")
+        chains = max(self.chains, request.asked())
         names = coined((HOPS + 1) * chains, 5, string.ascii_uppercase, drawn)
         values = drawn.sample(range(10_000, 100_000), chains)
         needles = []
@@ -480,7 +490,7 @@ class VariableTracking(DrawnTask):
         def render(some: list[str]) -> str:
             return INTRODUCTION + " ".join(insert(some, needles))
 
-        text = render(fill(rotated(sentences(request.text), drawn), render, request.count, request.length, "vt"))
+        text = render(fill(rotated(sentences(request.text), drawn), render, request.count, request.length, self.name))
         questions = [
             Question(
                 text=ASK.format(value=value),
@@ -489,9 +499,10 @@ class VariableTracking(DrawnTask):
                 metric="match-all",
                 max_new_tokens=MAX_NEW_TOKENS,
             )
-            for chain, value in enumerate(values)
+            for chain, value in enumerate(values[: request.asked()])
         ]
-        return Context("vt", f"{request.length} tokens, {number}", text, tuple(questions), request.length)
+        return Context(self.name, f"{request.length} tokens, {number}", text, tuple(questions), request.length)
 
 
-tasks.add("vt", VariableTracking())
+tasks.add("vt", VariableTracking("vt", 1))
+tasks.add("scbench-vt", VariableTracking("scbench-vt", 10))

@@ -11,8 +11,9 @@ from sparsekv.formats.hints import with_ending
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.evaluation.engine import Comparison
+from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.published import cut_note, read_pairs, read_published, shorten
-from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task
+from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task, in_turns
 
 DEFAULT_TASKS, PAIRS_TASKS, DEFAULT_LENGTH = ["niah-facts"], ["qa"], 4096
 
@@ -21,7 +22,8 @@ DEFAULT_TASKS, PAIRS_TASKS, DEFAULT_LENGTH = ["niah-facts"], ["qa"], 4096
 class Inputs:
     """A text with the tasks to generate from it, or published contexts. `read` checks the inputs without a model.
 
-    `request` is passed to each task. Its length and its token counter are set later, for each of `lengths`.
+    `request` is passed to each task. Its length and its token counter are set later, for each of `lengths`. With
+    `turns` the questions of a context are the turns of a conversation.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Inputs:
     published: list[Context]
     lengths: list[int]
     request: Request
+    turns: bool = False
 
     @classmethod
     def read(
@@ -44,6 +47,8 @@ class Inputs:
         questions: int | None,
         seed: int,
         encoding: str = UTF_8,
+        *,
+        turns: bool = False,
     ) -> "Inputs":
         """Read the inputs; raise UsageError for options that contradict each other, and for unreadable files."""
         if (document is None) == (data is None):
@@ -68,6 +73,7 @@ class Inputs:
             published=[] if data is None or data_format is None else read_published(data, data_format),
             lengths=list(dict.fromkeys(lengths)),
             request=replace(request, text=text, pairs=() if pairs is None else read_pairs(pairs)),
+            turns=turns,
         )
 
 
@@ -97,17 +103,34 @@ def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
     Published contexts that are too long are shortened.
 
     Raises:
-        UsageError: the text is too short for a task, or a length is too small.
+        UsageError: the text is too short for a task, a length is too small, or there are turns to ask and no context
+            has two questions.
     """
     if inputs.published:
         kept = _first_of_each_task(inputs.published, inputs.request.contexts)
-        return [_fit(context, inputs, comparison) for context in kept]
-    return [
-        context
-        for task in inputs.tasks
-        for length in inputs.lengths or [DEFAULT_LENGTH]
-        for context in choose_task(task).make(replace(inputs.request, count=comparison.count, length=length))
-    ]
+        found = [_fit(_asked(context, inputs), inputs, comparison) for context in kept]
+    else:
+        found = [
+            _asked(context, inputs)
+            for task in inputs.tasks
+            for length in inputs.lengths or [DEFAULT_LENGTH]
+            for context in choose_task(task).make(replace(inputs.request, count=comparison.count, length=length))
+        ]
+    if inputs.turns and all(len(context.questions) == 1 for context in found):
+        raise UsageError("--turns has no effect on contexts with one question; leave it out, or give more --questions")
+    return found
+
+
+def _asked(context: Context, inputs: Inputs) -> Context:
+    """Limit a context to the requested number of questions, and make them turns if turns are requested.
+
+    Raises:
+        UsageError: turns are requested, and the questions have no expected answers.
+    """
+    context = replace(context, questions=context.questions[: inputs.request.questions])
+    if inputs.turns and any(METRICS[question.metric].of_dense for question in context.questions):
+        raise UsageError(f"--turns needs expected answers, and {context.task} has none; leave one of them out")
+    return in_turns(context) if inputs.turns else context
 
 
 def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
@@ -125,12 +148,11 @@ def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Con
 
 
 def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
-    """Limit a context to the requested number of questions, and cut out its middle if it does not fit the model.
+    """Cut out a context's middle if the context does not fit the model.
 
     Raises:
         UsageError: the cut would remove the answer to a question.
     """
-    context = replace(context, questions=context.questions[: inputs.request.questions])
     room = comparison.room(context)
     limit = min([*inputs.lengths, *([] if room is None else [room])], default=None)
     if limit is None:

@@ -6,6 +6,7 @@ import string
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from rapidfuzz import fuzz
 from rapidfuzz.distance import LCSseq
@@ -20,13 +21,16 @@ class Metric:
     """A score of one answer. Reports apply `summary` to the mean of the scores and show it in `unit`.
 
     With `continuation` no answer is generated. The expected text is scored by its mean negative log-likelihood per
-    token, in nats.
+    token, in nats. With `every` the right answer has all expected strings; otherwise each of them is right alone. With
+    `of_dense` the expected answer is that of dense attention, and the task itself has none.
     """
 
     score: ScoreFunction
     summary: Callable[[float], float] = lambda mean: 100 * mean
     unit: str = "%"
     continuation: bool = False
+    every: bool = False
+    of_dense: bool = False
 
 
 def match_all(answer: str, question: Question) -> float:
@@ -112,6 +116,53 @@ def choice(answer: str, question: Question) -> float:
     return float(found is not None and found.group(1) in question.answers)
 
 
+def substring(answer: str, question: Question) -> float:
+    """Compute SCBench's score of retrieved strings: 1 if the answer contains an expected string, with its case."""
+    return float(any(expected in answer for expected in question.answers))
+
+
+def number(answer: str, question: Question) -> float:
+    """Compute SCBench's score of numbers: 1 if the answer's first number is an expected one.
+
+    The first number's decimals count only if the expected number has decimals.
+    """
+    found = re.search(r"\d+\.\d+|\d+", answer)
+    return float(found is not None and any(_is_number(found.group(), expected) for expected in question.answers))
+
+
+def _is_number(found: str, expected: str) -> bool:
+    return float(found) == float(expected) if "." in expected else int(float(found)) == int(expected)
+
+
+def option(answer: str, question: Question) -> float:
+    """Compute SCBench's score of a multiple choice. The expected answers are the option's text and its letter.
+
+    These rules apply in turn, and the first that applies decides: the answer begins with a letter A to D; it is an
+    expected answer; it has a phrase such as "answer is", after which an expected answer must follow; it has a word of
+    letters A to D.
+    """
+    text = answer.strip()
+    if text[:1] in tuple("ABCD"):
+        return float(text[0] in question.answers)
+    if text in question.answers:
+        return 1.0
+    words = re.sub(r"[\n\"'.,?!{}]", " ", text)
+    words = re.sub(" {2,}", " ", words)
+    for phrase in ("answer is:", "answer:", "answer is", "option is"):
+        if phrase in words:
+            return float(words.split(phrase, 1)[1][1:].startswith(question.answers))
+    letters = next((word for word in words.split() if word in "ABCD"), "")
+    return float(letters in question.answers)
+
+
+def same_start(answer: str, question: Question) -> float:
+    """Compute the number of words before the first difference to the expected answer, as a share of the longer one."""
+    words, expected = answer.split(), question.answers[0].split()
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(words, expected, strict=False)))
+    longer = max(len(words), len(expected))
+    return same / longer if longer else 1.0
+
+
 def first_line(text: str) -> str:
     """Return the text's first line after leading line breaks."""
     return text.lstrip("\n").split("\n")[0]
@@ -127,7 +178,7 @@ def _unscored(answer: str, question: Question) -> float:
 
 
 METRICS = {
-    "match-all": Metric(match_all),
+    "match-all": Metric(match_all, every=True),
     "match-part": Metric(match_part),
     "f1": Metric(f1),
     "f1-first-line": Metric(_of_first_line(f1)),
@@ -138,5 +189,9 @@ METRICS = {
     "count": Metric(count),
     "code-similarity": Metric(code_similarity),
     "choice": Metric(choice),
+    "substring": Metric(substring),
+    "number": Metric(number),
+    "option": Metric(option),
+    "same-start": Metric(same_start, of_dense=True),
     "perplexity": Metric(_unscored, math.exp, "", continuation=True),
 }

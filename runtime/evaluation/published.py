@@ -1,10 +1,11 @@
-"""Tasks on given texts: published benchmarks, the user's own questions, and perplexity."""
+"""Tasks on given texts: published benchmarks, the user's own questions, perplexity and long answers."""
 
 import json
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sparsekv.formats.documents.document import decode_text, read_bytes
@@ -206,18 +207,27 @@ def cut_note(context: Context, request: Request, name: str) -> str | None:
     return f"--task qa asks about the first {tokens:,} of {of} tokens of {name}{left}; a larger --length takes more"
 
 
+def _window(request: Request, number: int, task: str) -> tuple[str, str]:
+    """Cut window `number`, counted from 0, out of a text; return it, and the words that follow it.
+
+    Raises:
+        UsageError: the text is too short.
+    """
+    pieces = re.findall(r"\s*\S+", request.text)
+    drawn = random.Random(f"{request.seed} {task} {request.length} {number}")
+    # A word has at least one token, so windows up to this start have enough words to fill their length.
+    last = max(1, len(pieces) - request.length - CONTINUATION_TOKENS)
+    part = last / request.contexts
+    start = int(number * part + drawn.random() * part)
+    window = fill(pieces[start:], _joined, request.count, request.length, task)
+    return _joined(window), "".join(pieces[start + len(window) :][:CONTINUATION_TOKENS])
+
+
 class Continuation(DrawnTask):
     """Cuts windows out of the text. The score of a window is the perplexity of the words that follow the window."""
 
     def draw(self, request: Request, number: int) -> Context:
-        pieces = re.findall(r"\s*\S+", request.text)
-        drawn = random.Random(f"{request.seed} perplexity {request.length} {number}")
-        # A word has at least one token, so windows up to this start have enough words to fill their length.
-        last = max(1, len(pieces) - request.length - CONTINUATION_TOKENS)
-        part = last / request.contexts
-        start = int(number * part + drawn.random() * part)
-        window = fill(pieces[start:], _joined, request.count, request.length, "perplexity")
-        rest = "".join(pieces[start + len(window) :][:CONTINUATION_TOKENS])
+        window, rest = _window(request, number, "perplexity")
         if not rest:
             raise UsageError(
                 "--task perplexity needs text after the context, and there is none; give a longer text or a "
@@ -225,8 +235,32 @@ class Continuation(DrawnTask):
             )
         question = Question("", (rest,), "perplexity", CONTINUATION_TOKENS)
         return Context(
-            "perplexity", f"{request.length} tokens, {number}", _joined(window), (question,), request.length, bare=True
+            "perplexity", f"{request.length} tokens, {number}", window, (question,), request.length, bare=True
         )
+
+
+OPEN_REQUESTS = (
+    "Summarise the text above in several paragraphs.",
+    "Explain the text above to a beginner, step by step.",
+    "Write ten questions that the text above answers, each with its answer.",
+    "List all names and terms of the text above, each with an explanation.",
+    "Write a detailed review of the text above, with its strengths and weaknesses.",
+)
+LONG_ANSWER_TOKENS = 300
+
+
+class LongAnswer(DrawnTask):
+    """Cuts windows out of the text, and makes requests that need long answers. Dense attention's answer is expected."""
+
+    def draw(self, request: Request, number: int) -> Context:
+        if request.asked() > len(OPEN_REQUESTS):
+            raise UsageError(
+                f"--questions {request.asked()}: long-answer has {len(OPEN_REQUESTS)} at most per context; give fewer"
+            )
+        window, _ = _window(request, number, "long-answer")
+        questions = [Question(one, (), "same-start", LONG_ANSWER_TOKENS) for one in OPEN_REQUESTS[: request.asked()]]
+        name = f"{request.length} tokens, {number}"
+        return Context("long-answer", name, window, tuple(questions), request.length)
 
 
 def _joined(pieces: list[str]) -> str:
@@ -235,9 +269,28 @@ def _joined(pieces: list[str]) -> str:
 
 tasks.add("qa", QuestionAnswering())
 tasks.add("perplexity", Continuation())
+tasks.add("long-answer", LongAnswer())
 
 Record = dict[str, Any]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file of published data that `--data` names. Lines are counted from 1."""
+
+    file: str
+    form: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"line {self.number}"
+
+    @property
+    def where(self) -> str:
+        """The beginning of an error about the line."""
+        return f"--data {self.file} --format {self.form}, {self}"
+
 
 RULER_ENDS = (
     ("\n\nAnswer the question based on the given documents.", "match-part", 32, "qa", " Answer:"),
@@ -257,13 +310,13 @@ CHOICES = (
 
 
 def read_published(file: str, form: str) -> list[Context]:
-    """Read the contexts of a jsonl file, one per line. A context has one question, in the format `prefixqa` several.
+    """Read the contexts of a jsonl file, one per line. Only those of `prefixqa` and `scbench` have several questions.
 
     Raises:
         UsageError: the format is unknown, the file is unreadable, or a line does not have the format.
     """
     check_choice("--format", form, FORMATS)
-    return [_read(record, number, FORMATS[form], f"--data {file} --format {form}") for number, record in _lines(file)]
+    return [_read(record, Line(file, form, number)) for number, record in _lines(file)]
 
 
 def read_pairs(file: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -315,8 +368,8 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
     return found
 
 
-def _read(record: Record, number: int, reader: Callable[[Record, str], Context], where: str) -> Context:
-    return _guarded(lambda one: reader(one, f"line {number}"), record, f"{where}, line {number}")
+def _read(record: Record, line: Line) -> Context:
+    return _guarded(lambda one: FORMATS[line.form](one, line), record, line.where)
 
 
 def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
@@ -359,7 +412,7 @@ def _pair(record: Record) -> tuple[str, tuple[str, ...]]:
     return str(question), _strings(record["answer" if alone else "answers"])
 
 
-def _longbench(record: Record, name: str) -> Context:
+def _longbench(record: Record, line: Line) -> Context:
     dataset = str(record["dataset"]).removesuffix("_e")
     if dataset not in DATASETS:
         raise ValueError(f"dataset {dataset} has no English metric here; there are: {', '.join(DATASETS)}")
@@ -372,10 +425,10 @@ def _longbench(record: Record, name: str) -> Context:
         max_new_tokens=known.max_new_tokens,
         classes=_strings(record["all_classes"]) if record.get("all_classes") else ("",),
     )
-    return Context(dataset, str(record.get("_id", name)), head + str(record["context"]), (question,), bare=known.bare)
+    return Context(dataset, str(record.get("_id", line)), head + str(record["context"]), (question,), bare=known.bare)
 
 
-def _ruler(record: Record, name: str) -> Context:
+def _ruler(record: Record, line: Line) -> Context:
     text = str(record["input"])
     ends = [(text.rfind(end[0]), end) for end in RULER_ENDS if end[0] in text]
     if not ends:
@@ -386,19 +439,19 @@ def _ruler(record: Record, name: str) -> Context:
     if not prefix and begins in asked:
         asked, prefix = asked[: asked.rindex(begins)], asked[asked.rindex(begins) :].strip()
     question = Question(f"{asked} " if prefix else asked, _strings(record["outputs"]), metric, longest, prefix)
-    return Context(task, str(record.get("index", name)), text[:at], (question,))
+    return Context(task, str(record.get("index", line)), text[:at], (question,))
 
 
-def _longbench_v2(record: Record, name: str) -> Context:
+def _longbench_v2(record: Record, line: Line) -> Context:
     head = "Please read the following text and answer the question below.\n\n<text>\n"
     fields = ("question", "choice_A", "choice_B", "choice_C", "choice_D")
     filled = CHOICES.format(**{field: str(record[field]).strip() for field in fields})
     question = Question(f"\n</text>\n\n{filled}", _strings(record["answer"]), "choice", 128)
     task = f"longbench-v2 {record['domain']}" if "domain" in record else "longbench-v2"
-    return Context(task, str(record.get("_id", name)), head + str(record["context"]).strip(), (question,))
+    return Context(task, str(record.get("_id", line)), head + str(record["context"]).strip(), (question,))
 
 
-def _niah(record: Record, name: str) -> Context:
+def _niah(record: Record, line: Line) -> Context:
     """Read a haystack with its needle. Without the field `answer`, the score is F1 with the needle's words."""
     text, needle = str(record["context"]), str(record["needle"]).strip()
     if not needle or needle not in text:
@@ -412,10 +465,10 @@ def _niah(record: Record, name: str) -> Context:
         max_new_tokens=64,
         depth=text.index(needle) / len(text),
     )
-    return Context("niah", str(record.get("index", name)), text, (question,))
+    return Context("niah", str(record.get("index", line)), text, (question,))
 
 
-def _prefixqa(record: Record, name: str) -> Context:
+def _prefixqa(record: Record, line: Line) -> Context:
     text, asked = str(record["context"]), record["questions"]
     if all(isinstance(one, dict) for one in asked):
         pairs = [_pair(one) for one in asked]
@@ -427,13 +480,95 @@ def _prefixqa(record: Record, name: str) -> Context:
     if not pairs:
         raise ValueError("no questions")
     questions = [ask(question, answers, text) for question, answers in pairs]
-    return Context("prefixqa", str(record.get("id", name)), text, tuple(questions))
+    return Context("prefixqa", str(record.get("id", line)), text, tuple(questions))
 
 
-FORMATS: dict[str, Callable[[Record, str], Context]] = {
+SCBENCH = {
+    "scbench_kv": Dataset(
+        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}",
+        150,
+        "substring",
+    ),
+    "scbench_prefix_suffix": Dataset("{context}\n\n{input}", 150, "substring"),
+    "scbench_vt": Dataset("{context}\n\n{input}", 30, "match-all"),
+    "scbench_many_shot": Dataset("{context}\n\n{input}", 10, "match-part"),
+    "scbench_mf": Dataset("{first}\n\n{context}\n\nWhat is {target}?\n\n{input}", 5, "number"),
+    "scbench_choice_eng": Dataset(
+        "Read the book and answer the question.\n\n{context}\n\nQuestion: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\n"
+        "The the correct answer is",
+        40,
+        "option",
+    ),
+    "scbench_qa_eng": Dataset(
+        "Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\n"
+        "Question: {input}\nAnswer:",
+        40,
+        "match-part",
+    ),
+}
+"""SCBench's sets, with the prompts and metrics of its code. Beside `input` and `context`, a prompt has placeholders for
+the first request (`first`), the number that a request asks for (`target`) and the options of a choice."""
+
+REPOQA = "its answers are functions, which are compared by parsers of six programming languages"
+UNREAD = {
+    "scbench_repoqa": REPOQA,
+    "scbench_repoqa_and_kv": REPOQA,
+    "scbench_qa_chn": "eval has no Chinese metric",
+    "scbench_summary": "eval has no ROUGE-Lsum",
+    "scbench_summary_with_needles": "eval has no ROUGE-Lsum",
+}
+"""SCBench's sets that are not read, with the reasons."""
+
+
+def _scbench(record: Record, line: Line) -> Context:
+    """Read a context with its requests. The field `dataset`, or else the file's name, is the name of the set."""
+    name = str(record.get("dataset", Path(line.file).stem))
+    if name in UNREAD:
+        raise ValueError(f"{name} is not read, because {UNREAD[name]}; give one of {', '.join(SCBENCH)}")
+    if name not in SCBENCH:
+        raise ValueError(
+            f"{name} is none of SCBench's sets, {', '.join(SCBENCH)}; name the file after its set, such as "
+            "scbench_kv.jsonl, or give each line the set's name in a field 'dataset'"
+        )
+    known, text, turns = SCBENCH[name], record["context"], record["multi_turns"]
+    if not isinstance(text, str | list) or not isinstance(turns, list):
+        raise TypeError
+    if not text or not turns:
+        raise ValueError("context or multi_turns is empty; give a text, and at least one turn with input and answer")
+    read = [
+        _guarded(lambda one: _scbench_turn(one, known.prompt), turn, f"{line.where}, turn {number}")
+        for number, turn in enumerate(turns, 1)
+    ]
+    head, tail = known.prompt.split("{context}")
+    questions = [
+        Question(tail.format(**fields), answers, known.metric, known.max_new_tokens) for fields, answers in read
+    ]
+    document = head.format(first=read[0][0]["input"]) + str(text)
+    return Context(name, str(record.get("id", line)), document, tuple(questions))
+
+
+def _scbench_turn(turn: Record, prompt: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the texts of a request that fill the placeholders of a prompt, and the request's answers."""
+    fields, answers = {"input": str(turn["input"])}, _strings(turn["answer"])
+    if "{A}" in prompt:
+        options = [str(one) for one in turn["options"]]
+        if len(options) != 4 or answers[0] not in options:
+            raise ValueError("give four options, of which one is the answer")
+        fields |= dict(zip("ABCD", options, strict=True))
+        answers = (answers[0], "ABCD"[options.index(answers[0])])
+    if "{target}" in prompt:
+        target = re.search("The .+ is", fields["input"])
+        if target is None or not re.fullmatch(r"\d+(\.\d+)?", answers[0]):
+            raise ValueError("give an input with words such as 'The largest number is', and a number as its answer")
+        fields["target"] = target[0].lower().removesuffix(" is")
+    return fields, answers
+
+
+FORMATS: dict[str, Callable[[Record, Line], Context]] = {
     "longbench": _longbench,
     "ruler": _ruler,
     "longbench-v2": _longbench_v2,
     "niah": _niah,
     "prefixqa": _prefixqa,
+    "scbench": _scbench,
 }

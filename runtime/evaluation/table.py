@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Self
@@ -225,6 +225,11 @@ class Result:
     tokens: int
 
     @property
+    def turn(self) -> int:
+        """Number of the question's turn in its conversation, from 1; 1 for a question that is not a turn."""
+        return 1 + len(self.question.earlier)
+
+    @property
     def score(self) -> float:
         """Score of the answer by the question's metric; for a continuation its loss in nats."""
         if self.given.loss is not None:
@@ -256,6 +261,9 @@ class Result:
 class Score:
     """Score of one variant on one task at one length, in the metric's unit, with the bounds of its 95% interval.
 
+    `turn` is the number of the turn, from 1, whose questions are scored; None for the questions of all turns, and for
+    questions that are not turns.
+
     `difference` is the score minus the score of dense attention; None for dense attention itself. Bounds are None if
     there is one question. `same_as_dense` is the percentage of answers whose text is that of dense attention's answer;
     None for dense attention itself and for continuations. `length` is the requested number of tokens. `tokens` is the
@@ -264,6 +272,7 @@ class Score:
 
     task: str
     length: int | None
+    turn: int | None
     tokens: float
     prefill: str
     method: str
@@ -302,17 +311,39 @@ class Cell:
 def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
     """Compute the rows of the table: one for each variant in each group of the same task, length and metric.
 
-    Only questions that all variants of a group have answered are counted. Rows are in the order in which the variants
-    first occur.
+    If a group's questions are turns, rows for each turn follow. Only questions that all variants of a group have
+    answered are counted. Rows are in the order in which the variants first occur.
     """
     groups: dict[tuple[str, int | None, str], list[Result]] = {}
-    for result in results:
+    for result in _expecting(list(results)):
         key = (result.context.task, result.context.length, result.question.metric)
         groups.setdefault(key, []).append(result)
-    return [row for key, group in groups.items() for row in _group(*key, group, seed)]
+    return [row for group in groups.values() for turn in _turns(group) for row in _group(group, turn, seed)]
 
 
-def _group(task: str, length: int | None, metric: str, results: list[Result], seed: int) -> list[Score]:
+def _expecting(results: list[Result]) -> list[Result]:
+    """Return the results, with dense attention's answer in the questions whose metric compares answers with it."""
+    dense: dict[tuple[Context, Question], str] = {}
+    for result in results:
+        if result.way.budget is None:
+            dense.setdefault((result.context, result.question), result.given.text)
+    return [
+        replace(result, question=replace(result.question, answers=(dense[result.context, result.question],)))
+        if METRICS[result.question.metric].of_dense
+        else result
+        for result in results
+    ]
+
+
+def _turns(results: list[Result]) -> list[int | None]:
+    """Return None, for all questions, and the numbers of the turns, if the questions are turns."""
+    turns = sorted({result.turn for result in results})
+    return [None, *(turns if len(turns) > 1 else ())]
+
+
+def _group(group: list[Result], turn: int | None, seed: int) -> list[Score]:
+    results = [result for result in group if turn in (None, result.turn)]
+    task, length, metric = results[0].context.task, results[0].context.length, results[0].question.metric
     ways: dict[Variant, dict[Context, dict[Question, Result]]] = {}
     for result in results:
         ways.setdefault(result.way, {}).setdefault(result.context, {})[result.question] = result
@@ -335,6 +366,7 @@ def _group(task: str, length: int | None, metric: str, results: list[Result], se
             Score(
                 task=task,
                 length=length,
+                turn=turn,
                 tokens=_mean([one[0].tokens for one in kept]),
                 **way.record(),
                 metric=metric,

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from sparsekv.formats.errors import UsageError, suggestion
@@ -20,12 +20,14 @@ class Question:
 
     Attributes:
         text: the question's text after the document.
-        answers: the expected answers. For a `continuation` metric: the text that follows the document.
+        answers: the expected answers. For a `continuation` metric: the text that follows the document. Empty for a
+            metric whose expected answer is that of dense attention.
         metric: name in `metrics.METRICS`.
         max_new_tokens: largest number of tokens of an answer.
         prefix: beginning of the answer, which the model continues.
         depth: position of the answer in the document, from 0 to 1; None if the answer has no single position.
         classes: labels of a classification.
+        earlier: in a conversation, the questions of the turns before this one.
     """
 
     text: str
@@ -35,6 +37,7 @@ class Question:
     prefix: str = ""
     depth: float | None = None
     classes: tuple[str, ...] = ()
+    earlier: tuple["Question", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,12 @@ class Context:
     questions: tuple[Question, ...]
     length: int | None = None
     bare: bool = False
+
+
+def in_turns(context: Context) -> Context:
+    """Return the context with its questions as the turns of one conversation."""
+    asked = context.questions
+    return replace(context, questions=tuple(replace(one, earlier=asked[:turn]) for turn, one in enumerate(asked)))
 
 
 @dataclass(frozen=True)

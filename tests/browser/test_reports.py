@@ -232,7 +232,15 @@ def test_hostile_documents_stay_text(shown: Show, text: str) -> None:
 def evaluation(cells: list[dict[str, Any]]) -> Page:
     """An evaluation of dense attention and codes, with needles by depth in some `cells`."""
     way = {"task": "niah-single", "length": 600, "prefill": "dense", "method": "dense", "variant": "", "budget": None}
-    counted = {"metric": "exact", "unit": "%", "contexts": 2, "questions": 8, "kv_fraction": 1.0, "seconds": 0.5}
+    counted = {
+        "turn": None,
+        "metric": "exact",
+        "unit": "%",
+        "contexts": 2,
+        "questions": 8,
+        "kv_fraction": 1.0,
+        "seconds": 0.5,
+    }
     nothing = dict.fromkeys(("difference", "difference_low", "difference_high", "same_as_dense"))
     dense = {**way, **counted, **nothing, "score": 80.0, "score_low": 70.0, "score_high": 90.0}
     compared = {"difference": -5.0, "difference_low": -9.0, "difference_high": 1.0, "same_as_dense": 75.0}

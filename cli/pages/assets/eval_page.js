@@ -45,7 +45,8 @@ function groupSection(rows) {
     })),
   }));
   const length = first.length === null ? "" : ` of ${count(first.length)} tokens`;
-  return section(`${first.task}${length}`,
+  const turn = first.turn === null ? "" : `, turn ${first.turn}`;
+  return section(`${first.task}${length}${turn}`,
     element("p", { class: "small faint" }, `${count(first.questions)} questions about ${count(first.contexts)} contexts of ${count(Math.round(first.tokens))} tokens in the mean; intervals are of 95%`),
     linePlot(`Score by ${first.metric}${unit}`, { name: "kv fraction (keys and values read)", log: true, text: axisPercent }, { name: `${first.metric}${unit}`, text: plain }, lines,
       { level: dense ? { y: dense.score, name: `dense attention: ${withInterval(dense.score, dense.score_low, dense.score_high)}` } : null }),
@@ -64,4 +65,4 @@ function depthSection() {
 }
 
 showReport("Evaluation", [evaluation.document, evaluation.model, `seed ${evaluation.seed}`],
-  grouped(evaluation.rows, (row) => JSON.stringify([row.task, row.length, row.metric])).map(groupSection), depthSection() ?? []);
+  grouped(evaluation.rows, (row) => JSON.stringify([row.task, row.length, row.metric, row.turn])).map(groupSection), depthSection() ?? []);

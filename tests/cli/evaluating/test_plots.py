@@ -16,7 +16,7 @@ NO_DIFFERENCE: dict[str, Any] = dict.fromkeys(("difference", "difference_low", "
 
 
 def _row(prefill: str, method: str, budget: float | None, score: float, read: float, **changes: Any) -> Score:
-    about = {"task": "niah-single", "length": 600, "tokens": 600.0, "metric": "match-all", "unit": "%"}
+    about = {"task": "niah-single", "length": 600, "turn": None, "tokens": 600.0, "metric": "match-all", "unit": "%"}
     counted = {"contexts": 10, "questions": 40, "seconds": 1.0, "score_low": score - 5, "score_high": score + 5}
     differs = {"difference": -5.0, "difference_low": -9.0, "difference_high": 1.0, "same_as_dense": 80.0}
     values = about | counted | differs | changes
@@ -62,6 +62,16 @@ def test_dense_attention_is_a_line_across_in_a_colour_that_no_method_has(draw: C
     assert same_color(coloured["codes dense"], coloured["codes quoka"])
     assert same_color(coloured["dense quoka"], handles[0].get_color())
     assert not same_color(coloured["codes dense"], handles[0].get_color())
+
+
+def test_scores_of_single_turns_are_not_drawn(draw: Callable[[list[Score]], Any]) -> None:
+    one = [
+        _row("dense", "dense", None, 10.0, 1.0, turn=1, **NO_DIFFERENCE),
+        _row("dense", "codes", 0.05, 20.0, 0.1, turn=1),
+    ]
+    handles, labels = draw([*ROWS[:3], *one]).axes[0].get_legend_handles_labels()
+    assert labels == ["dense attention", "codes"]
+    assert list(handles[1][0].get_ydata()) == [80.0, 85.0]
 
 
 def test_methods_of_two_packages_and_codes_have_three_colours(

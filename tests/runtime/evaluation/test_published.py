@@ -47,11 +47,24 @@ LONGBENCH_V2 = {
     "context": "It is two.",
 }
 NEEDLE = {"context": "Hay. Eat a sandwich. Hay.", "needle": "Eat a sandwich.", "retrieval_question": "What to eat?"}
+TURN = {"input": "Key: a\nThe value is: ", "answer": "7f"}
+CHOICE = {"input": "Who?", "answer": "me", "options": ["you", "me", "us", "them"]}
+NUMBER = {"input": "You should answer with only one number. The second largest number of the list is: ", "answer": 42}
+SCBENCH_LINES: dict[str, dict[str, Any]] = {
+    "scbench_kv": {"id": 4, "context": '{"a": "7f"}', "multi_turns": [TURN, TURN | {"input": "b", "answer": "8f"}]},
+    "scbench_prefix_suffix": {"context": "abc abd", "multi_turns": [TURN]},
+    "scbench_vt": {"id": 1, "context": "VAR A = 1", "multi_turns": [TURN | {"answer": ["A", "B"]}]},
+    "scbench_many_shot": {"id": 1, "context": "Q: 1", "task": "dates", "multi_turns": [TURN | {"answer": "C"}]},
+    "scbench_mf": {"id": 1, "context": [4, 42, 43], "multi_turns": [NUMBER]},
+    "scbench_choice_eng": {"id": 1, "context": "A book.", "multi_turns": [CHOICE]},
+    "scbench_qa_eng": {"id": 1, "context": "A book.", "multi_turns": [{"input": "Who {x}?", "answer": "me"}]},
+}
+"""A line of each set of SCBench, with the fields of the published one."""
 PREFIXQA = {"context": "A cat sat.", "questions": ["Who sat?", "What did it do?"], "answers": ["a cat", ["sat"]]}
 
 
-def _read(tmp_path: Path, form: str, *records: dict[str, Any]) -> list[Context]:
-    path = tmp_path / "data.jsonl"
+def _read(tmp_path: Path, form: str, *records: dict[str, Any], name: str = "data") -> list[Context]:
+    path = tmp_path / f"{name}.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
     return read_published(str(path), form)
 
@@ -140,6 +153,97 @@ def test_one_document_with_many_questions(tmp_path: Path) -> None:
     both, objects = _read(tmp_path, "prefixqa", PREFIXQA, as_objects)
     assert [question.answers for question in both.questions] == [("a cat",), ("sat",)]
     assert objects.questions[0].text == both.questions[0].text
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "answers", "metric"),
+    [
+        (
+            "scbench_kv",
+            "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+            '{"a": "7f"}\n\nKey: a\nThe value is: ',
+            ("7f",),
+            "substring",
+        ),
+        ("scbench_prefix_suffix", "abc abd\n\nKey: a\nThe value is: ", ("7f",), "substring"),
+        ("scbench_vt", "VAR A = 1\n\nKey: a\nThe value is: ", ("A", "B"), "match-all"),
+        ("scbench_many_shot", "Q: 1\n\nKey: a\nThe value is: ", ("C",), "match-part"),
+        (
+            "scbench_mf",
+            f"{NUMBER['input']}\n\n[4, 42, 43]\n\nWhat is the second largest number of the list?\n\n{NUMBER['input']}",
+            ("42",),
+            "number",
+        ),
+        (
+            "scbench_choice_eng",
+            "Read the book and answer the question.\n\nA book.\n\nQuestion: Who?\nA. you\nB. me\nC. us\nD. them\n\n"
+            "The the correct answer is",
+            ("me", "B"),
+            "option",
+        ),
+        (
+            "scbench_qa_eng",
+            "Read the book and answer the question. Be very concise in your answer.\n\nA book.\n\n"
+            "Question: Who {x}?\nAnswer:",
+            ("me",),
+            "match-part",
+        ),
+    ],
+)
+def test_scbench_asks_and_scores_as_its_code_does(
+    tmp_path: Path, name: str, prompt: str, answers: tuple[str, ...], metric: str
+) -> None:
+    """The file's name is the set's; a field `dataset` does as well."""
+    line = SCBENCH_LINES[name]
+    (context,) = _read(tmp_path, "scbench", line, name=name)
+    assert _read(tmp_path, "scbench", line | {"dataset": name}) == [context]
+    assert (context.task, context.name) == (name, str(line.get("id", "line 1")))
+    assert len(context.questions) == len(line["multi_turns"])
+    asked = context.questions[0]
+    assert (context.text + asked.text, asked.answers, asked.metric) == (prompt, answers, metric)
+    assert METRICS[metric].score(", ".join(answers), asked) == 1
+    assert METRICS[metric].score("wrong", asked) == 0
+
+
+def _turn(**changes: Any) -> dict[str, Any]:
+    return SCBENCH_LINES["scbench_kv"] | {"multi_turns": [TURN, changes]}
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "says"),
+    [
+        ("data", _turn(**TURN), "line 1: data is none of SCBench's sets, scbench_kv, .*; name the file after its set"),
+        ("scbench_repoqa", _turn(**TURN), "line 1: scbench_repoqa is not read, because .*parsers.*; give one of"),
+        ("scbench_summary", _turn(**TURN), "line 1: scbench_summary is not read, because eval has no ROUGE-Lsum"),
+        ("scbench_kv", {"context": "?"}, "line 1: no field 'multi_turns'; there are: context$"),
+        ("scbench_kv", _turn(input="?"), "line 1, turn 2: no field 'answer'; there are: input$"),
+        ("scbench_kv", _turn(input="?", answer=[]), "line 1, turn 2: a question has no answer$"),
+        ("scbench_kv", {"context": "?", "multi_turns": []}, "line 1: context or multi_turns is empty; give a text"),
+        ("scbench_kv", {"context": "", "multi_turns": [TURN]}, "line 1: context or multi_turns is empty; give a text"),
+        ("scbench_kv", {"context": None, "multi_turns": [TURN]}, "line 1: a field has another type than the format"),
+        ("scbench_kv", {"context": "?", "multi_turns": TURN}, "line 1: a field has another type than the format"),
+        ("scbench_kv", {"context": "?", "multi_turns": ["?"]}, "line 1, turn 1: a field has another type than"),
+        ("scbench_choice_eng", _turn(**TURN), "line 1, turn 1: no field 'options'; there are: input, answer$"),
+        (
+            "scbench_choice_eng",
+            {"context": "?", "multi_turns": [CHOICE | {"answer": "he"}]},
+            "line 1, turn 1: give four options, of which one is the answer$",
+        ),
+        (
+            "scbench_mf",
+            {"context": [1], "multi_turns": [NUMBER | {"answer": "many"}]},
+            "line 1, turn 1: give an input with words such as .*, and a number as its answer$",
+        ),
+        (
+            "scbench_mf",
+            {"context": [1], "multi_turns": [NUMBER | {"input": "?"}]},
+            "line 1, turn 1: give an input with words such as .*, and a number as its answer$",
+        ),
+    ],
+)
+def test_lines_that_are_not_scbenchs_are_refused(tmp_path: Path, name: str, record: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=f"--data .*{name}.jsonl --format scbench, {says}"):
+        _read(tmp_path, "scbench", record, name=name)
 
 
 @pytest.mark.parametrize(

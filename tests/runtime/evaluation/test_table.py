@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sparsekv.runtime.evaluation.table import Result, ScoredAnswer, Variant, cells, rows
-from sparsekv.runtime.evaluation.tasks import Context, Question
+from sparsekv.runtime.evaluation.tasks import Context, Question, in_turns
 from sparsekv.runtime.selection.interface import Budget
 
 DENSE, QUEST = Variant("dense", "dense"), Variant("dense", "quest", "", Budget(0.05))
@@ -50,6 +50,31 @@ def test_answers_with_the_text_of_dense_attentions_are_counted() -> None:
     assert (dense.same_as_dense, quest.same_as_dense) == (None, pytest.approx(200 / 3))
     other = _context("one", 0.1, metric="perplexity")
     assert [row.same_as_dense for row in rows([_result(other, 0, way, "", 1.0) for way in texts])] == [None, None]
+
+
+def test_long_answers_are_compared_with_dense_attentions_up_to_the_first_difference() -> None:
+    """Of the longer answer's words. Dense attention's own answer is the measure, over any prefill."""
+    one, two = (_context(name, 0.1, metric="same-start") for name in ("one", "two"))
+    longer = replace(QUEST, prefill="quoka")
+    texts = {DENSE: ("a b c d", ""), QUEST: ("a b x d", ""), longer: ("a b c d e f g h", "a")}
+    results = [_result(context, 0, way, texts[way][n]) for way in texts for n, context in enumerate((one, two))]
+    assert [row.score for row in rows(results)] == pytest.approx([100, (50 + 100) / 2, (50 + 0) / 2])
+    assert [row.difference for row in rows(results)] == [None, pytest.approx(-25), pytest.approx(-75)]
+
+
+def test_turns_have_rows_of_their_own() -> None:
+    """Paired by question, as the rows of all turns, which come first."""
+    one, two = (in_turns(_context(name, 0.1, 0.9)) for name in ("one", "two"))
+    texts = {DENSE: ("yes", "yes"), QUEST: ("yes", "no")}
+    found = rows([_result(context, n, way, texts[way][n]) for context in (one, two) for way in texts for n in (0, 1)])
+    assert [(row.turn, row.method, row.questions, row.score, row.difference) for row in found] == [
+        (None, "dense", 4, 100, None),
+        (None, "quest", 4, 50, -50),
+        (1, "dense", 2, 100, None),
+        (1, "quest", 2, 100, 0),
+        (2, "dense", 2, 100, None),
+        (2, "quest", 2, 0, -100),
+    ]
 
 
 def test_one_question_has_no_interval() -> None:

@@ -1,5 +1,6 @@
 """Generated tasks as properties: the answers stand where they should, sizes are kept, the seed decides everything."""
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -14,10 +15,12 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.haystack import Needles, NeedlesAlone, nearest
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.published import cut_note
+from sparsekv.runtime.evaluation.scbench import ItemList
 from sparsekv.runtime.evaluation.tasks import Context, tasks
 
 NEEDLES = [name for name, task in tasks().items() if isinstance(task, Needles)]
 ALONE = [name for name, task in tasks().items() if isinstance(task, NeedlesAlone)]
+LISTS = [name for name, task in tasks().items() if isinstance(task, ItemList)]
 NEEDLE = r"(?:One of the special magic numbers for ([a-z]+-[a-z]+) is:|The ([A-Za-z ]+) is) (\d{7})\."
 SEEDED = [name for name in tasks() if name != "qa"]  # a person's questions are the same under any seed
 
@@ -30,7 +33,7 @@ def test_every_task_keeps_to_its_size(name: str) -> None:
         assert (context.task, context.length) == (name, asked.length)
         assert 1 <= len(context.questions) <= 3
         for question in context.questions:
-            assert question.answers
+            assert question.answers or METRICS[question.metric].of_dense
             assert all(question.answers)
             assert question.metric in METRICS
             assert question.max_new_tokens > 0
@@ -49,7 +52,7 @@ def test_more_contexts_begin_with_the_same_ones(name: str) -> None:
     """So that a run that is made larger keeps its answers; where things are spread evenly they move, and say so."""
     asked = request(depths=(0.5,), contexts=2)
     more = tasks()[name].make(replace(asked, contexts=3))
-    if name != "perplexity":
+    if name not in ("perplexity", "long-answer"):
         assert more[:2] == tasks()[name].make(asked)
     assert len(more) == 3
 
@@ -142,8 +145,11 @@ def test_depths_are_taken_in_turn() -> None:
     assert depths == pytest.approx([0, 0, 1, 1], abs=0.06)
 
 
-def test_chains_of_variables_can_be_followed() -> None:
-    for context in tasks()["vt"].make(request()):
+@pytest.mark.parametrize(("name", "chains"), [("vt", 3), ("scbench-vt", 10)])
+def test_chains_of_variables_can_be_followed(name: str, chains: int) -> None:
+    for context in tasks()[name].make(request()):
+        assert len(context.questions) == 3
+        assert len(re.findall(r"VAR \w{5} = \d{5}\.", context.text)) == chains
         said = [(match[1], match[2]) for match in re.finditer(r"VAR (\w{5}) = (?:VAR )?(\w{5})\.", context.text)]
         for question in context.questions:
             value = re.findall(r"\d{5}", question.text)[0]
@@ -152,6 +158,74 @@ def test_chains_of_variables_can_be_followed() -> None:
                 held |= {name} if source in held else set()
             assert held - {value} == set(question.answers)
             assert len(question.answers) == 5
+
+
+@pytest.mark.parametrize("name", [*LISTS, "scbench-vt"])
+def test_a_scorer_finds_the_right_answers_and_no_others(name: str) -> None:
+    for context in tasks()[name].make(request(questions=5)):
+        right = {question: f" {', '.join(question.answers)}." for question in context.questions}
+        assert len(right) == 5
+        for question in context.questions:
+            scores = {text: METRICS[question.metric].score(text, question) for text in right.values()}
+            assert {text for text, score in scores.items() if score} == {right[question]}
+            assert scores[right[question]] == 1
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 99), st.integers(400, 3000), st.integers(1, 7))
+def test_right_answers_follow_from_the_lists(seed: int, length: int, questions: int) -> None:
+    asked = request(seed=seed, length=length, questions=questions, contexts=1)
+    (pairs,), (strings,), (numbers,), (shots,) = (
+        tasks()[f"scbench-{name}"].make(asked) for name in ("kv", "prefix-suffix", "mf", "many-shot")
+    )
+    stored = json.loads(pairs.text.split("JSON data:\n")[1])
+    for question in pairs.questions:
+        assert (stored[question.text.split('"')[1]],) == question.answers
+    listed = json.loads(strings.text.split("\n\n")[1])
+    for question in strings.questions:
+        prefix, suffix = re.findall('"(.+?)"', question.text)
+        assert (*(one for one in listed if one.startswith(prefix) and one.endswith(suffix)),) == question.answers
+    ordered = sorted(json.loads(numbers.text.split("\n\n")[1]))
+    assert len({*ordered}) == len(ordered)
+    ranks = {"third": 2, "second": 1, "largest": 0, "smallest": 0, "median": len(ordered) // 2}
+    for question in numbers.questions:
+        rank = next(place for word, place in ranks.items() if word in question.text)
+        assert question.answers == (str(ordered[-1 - rank if "largest" in question.text else rank]),)
+    assert len(ordered) % 2 == 1
+    examples = dict(line.split(": ") for line in shots.text.split("\n\n")[1].split("\n"))
+    for question in shots.questions:
+        thing = question.text.split(" is the ")[1].split("?")[0]
+        assert thing not in examples
+        assert {(label,) for one, label in examples.items() if one.split()[-1] == thing.split()[-1]} == {
+            question.answers
+        }
+
+
+@pytest.mark.parametrize("name", ["scbench-kv", "scbench-prefix-suffix"])
+def test_requests_are_spread_over_a_list_in_random_order(name: str) -> None:
+    """So that a turn's scores are not those of one depth."""
+    orders = []
+    for context in tasks()[name].make(request(length=4000, contexts=4, questions=5)):
+        places = [context.text.index(question.answers[0]) / len(context.text) for question in context.questions]
+        assert sorted(places) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9], abs=0.05)
+        orders.append(sorted(range(5), key=places.__getitem__))
+    assert len({*map(tuple, orders)}) > 1
+
+
+def test_other_strings_have_the_prefix_or_the_suffix() -> None:
+    (context,) = tasks()["scbench-prefix-suffix"].make(request(length=4000, contexts=1))
+    listed = json.loads(context.text.split("\n\n")[1])
+    for question in context.questions:
+        (right,) = question.answers
+        assert sum(one.startswith(right[:4]) for one in listed) > 5
+        assert sum(one.endswith(right[-4:]) for one in listed) > 5
+
+
+@pytest.mark.parametrize(("name", "most"), [("scbench-mf", 7), ("long-answer", 5)])
+def test_more_questions_than_there_are_are_refused(name: str, most: int) -> None:
+    assert len(tasks()[name].make(request(questions=most))[0].questions) == most
+    with pytest.raises(UsageError, match=f"--questions {most + 1}: {name} has {most} at most per context"):
+        tasks()[name].make(request(questions=most + 1))
 
 
 @pytest.mark.parametrize("length", [1000, 5000])
@@ -201,7 +275,7 @@ def test_a_continuation_follows_its_context() -> None:
         assert context.text + context.questions[0].answers[0] in BY_NAME
 
 
-@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa", *ALONE)])
+@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("cwe", "fwe", "qa", *ALONE, *LISTS)])
 def test_a_text_that_is_too_short_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"the text is too short for --task {name}:"):
         tasks()[name].make(request(text="One short sentence. " * 20))
@@ -218,7 +292,7 @@ def test_there_are_not_facts_without_end() -> None:
         tasks()["niah-facts"].make(request(questions=31))
 
 
-@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("qa", "perplexity")])
+@pytest.mark.parametrize("name", [name for name in tasks() if name not in ("qa", "perplexity", "long-answer")])
 def test_a_length_that_is_too_small_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"--length 20 is too small for {name}"):
         tasks()[name].make(request(length=20))
