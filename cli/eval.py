@@ -21,7 +21,7 @@ from sparsekv.cli.pages.page import write_html
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.runtime.evaluation.engine import check_room, evaluate
 from sparsekv.runtime.evaluation.inputs import cut_notes, read_contexts
-from sparsekv.runtime.evaluation.table import Cell, Score, cells, rows
+from sparsekv.runtime.evaluation.table import Cell, Score, cells, expecting_dense, rows
 from sparsekv.runtime.selection.registry import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -57,7 +57,7 @@ def evaluate_methods(options: EvalOptions) -> None:
     with progress(quiet=options.run.quiet) as show:
         if options.ray is not None:
             answer_by_ray(recipe, comparison, asked, options.ray, options.workers, show)
-        results = list(evaluate(comparison, asked, recipe.work, show))
+        results = expecting_dense(list(evaluate(comparison, asked, recipe.work, show)))
     about: dict[str, Any] = {"model": comparison.loaded.name, "document": inputs.name, "kv_dtype": options.kv_dtype}
     about |= {"weights": options.weights, "rope_scaling": options.rope_scaling}
     about |= {"seed": options.seed, "work": str(recipe.work)}

@@ -245,6 +245,7 @@ class Result:
             "length": context.length,
             "tokens": self.tokens,
             "question": question.text,
+            "turn": self.turn,
             "expected": question.answers,
             "depth": question.depth,
             **self.way.record(),
@@ -315,13 +316,13 @@ def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
     answered are counted. Rows are in the order in which the variants first occur.
     """
     groups: dict[tuple[str, int | None, str], list[Result]] = {}
-    for result in _expecting(list(results)):
+    for result in results:
         key = (result.context.task, result.context.length, result.question.metric)
         groups.setdefault(key, []).append(result)
     return [row for group in groups.values() for turn in _turns(group) for row in _group(group, turn, seed)]
 
 
-def _expecting(results: list[Result]) -> list[Result]:
+def expecting_dense(results: Sequence[Result]) -> list[Result]:
     """Return the results, with dense attention's answer in the questions whose metric compares answers with it."""
     dense: dict[tuple[Context, Question], str] = {}
     for result in results:
