@@ -5,7 +5,7 @@ from functools import partial
 import typer
 
 from sparsekv.cli.answering.options import GenerateOptions
-from sparsekv.cli.common.console import say
+from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.process import refuse_little_room
@@ -61,6 +61,8 @@ def generate(options: GenerateOptions) -> None:
     schedule.compile(options.compiled, quiet=not options.with_stats)
     questions.note_plain(opened, len(output.done), quiet=options.quiet)
     answer = output.show(questions.texts, schedule.answers(output.piece))
+    if options.with_stats and schedule.drafts:
+        note(schedule.drafts, quiet=False)
     if options.save_to is not None:
         from sparsekv.cli.answering.session import save_session  # the module imports the code of builds
 

@@ -17,6 +17,7 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, answer_room, question_ids
 from sparsekv.runtime.decoding.compiled import compile_steps, worth_compiling
+from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
@@ -108,6 +109,8 @@ def choose_batch_size(asked: int | None, session: Session, questions: int, answe
         UsageError: `asked` is more than 1, and the config allows only one question at a time.
     """
     alone = why_alone(session.index, session.config.attention, session.cache)
+    if session.config.lossless:
+        alone = "--lossless verifies drafts of one question at a time"
     if asked is None:
         return 1 if alone else max(1, min(_fitting(session, answer_tokens), questions))
     if asked > 1 and alone:
@@ -163,8 +166,18 @@ class Schedule:
         """
         session, asked = Session.open(index, config), sum(one is not None for one in questions)
         together = choose_batch_size(size, session, asked, sampling.max_new_tokens)
+        if config.lossless:
+            if ranks is not None or sources:
+                other = "--sources" if sources else "several processes (torchrun)"
+                raise UsageError(f"--lossless cannot be used with {other}; leave one of them out")
+            return cls(sampling, questions, DraftingEngine(index, session.cache, config), ranks)
         engine = Engine(index, pack(session.cache, together) if together > 1 else session.cache)
         return cls(sampling, questions, engine, ranks, sources)
+
+    @property
+    def drafts(self) -> str:
+        """What became of the drafts of --lossless, as a line; empty without the option."""
+        return self.engine.told if isinstance(self.engine, DraftingEngine) else ""
 
     def compile(self, mode: str, *, quiet: bool) -> None:
         """Compile the model's layers, as `--compile` asks, if the answers take enough steps. A failure is usually only

@@ -136,6 +136,7 @@ class AttentionOptions:
     ] = False
     guard: float | None = None
     dense_layers: int = 0
+    lossless: bool = False
     prefill: Annotated[
         str | None,
         typer.Option(
@@ -183,6 +184,7 @@ class AttentionOptions:
             placement=self.placement,
             ahead=self.ahead,
             dense_layers=self.dense_layers,
+            lossless=self.lossless,
         )
         if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
             refuse_beside_dense({"--prefill": self.prefill})
@@ -311,6 +313,15 @@ class GenerateAttention(AttentionOptions):
             rich_help_panel=ATTENDED,
         ),
     ] = 0
+    lossless: Annotated[
+        bool,
+        typer.Option(
+            "--lossless",
+            help="Give dense attention's own answer. Tokens are drafted, from earlier text or by the method, and one "
+            "pass of dense attention verifies several of them. --stats prints how many were accepted.",
+            rich_help_panel=ATTENDED,
+        ),
+    ] = False
     placement: PlacementOption = "device"
     ahead: Annotated[
         bool,

@@ -60,12 +60,14 @@ class DecodeConfig:
         gauge: measures the missed mass. Steps are then not captured as CUDA graphs, nor do they use fused kernels.
         placement: where the document's keys and values are stored: `device`, `host` (memory) or `disk`.
         dense_layers: number of the model's first layers that attend to all tokens, regardless of their budgets.
+        lossless: the method only drafts tokens, which dense attention verifies; see `runtime.decoding.drafting`.
         ahead: prefetch each step's rows, by a search with the previous step's query during the previous step.
         origin: source of the method and the budget, as text for the user, if the user did not choose them.
 
     Raises:
         UsageError: the placement is unknown; `guard` or `gauge` is set, but the method cannot estimate the missed mass;
-            or `dense_layers` is set, but the method itself determines its dense layers.
+            or `dense_layers` is set, but the method itself determines its dense layers; or `lossless` is set beside
+            what keeps state of steps that dense attention may reject, or beside a question that attends sparsely.
     """
 
     attention: MethodSpec | Dense
@@ -77,6 +79,7 @@ class DecodeConfig:
     placement: str = "device"
     ahead: bool = False
     dense_layers: int = 0
+    lossless: bool = False
     origin: str = ""
 
     def __post_init__(self) -> None:
@@ -88,6 +91,23 @@ class DecodeConfig:
             )
         if self.measured and isinstance(self.attention, MethodSpec):
             check_estimates_missed(self.measured, self.attention)
+        if self.lossless:
+            self._check_lossless()
+
+    def _check_lossless(self) -> None:
+        method = getattr(self.attention, "method", None)
+        others = {
+            self.measured: bool(self.measured),
+            "--ahead": self.ahead,
+            "--prefill": not isinstance(self.question, Dense),
+            **{f"--{name}": getattr(method, name, usual) != usual for name, usual in (("stream", False), ("step", 1))},
+        }
+        for option, given in others.items():
+            if given:
+                raise UsageError(
+                    f"--lossless gives dense attention's answer, and {option} would have no effect on it; leave one of "
+                    "them out"
+                )
 
     @property
     def measured(self) -> str:

@@ -361,6 +361,22 @@ class IndexCache(SequenceCache):
             layer.rewind()
         self.states.copy_to(self.live_states())
 
+    def drop(self, tokens: int) -> None:
+        """Drop the rows of the last `tokens` tokens. The next tokens are decode steps, if fed one by one.
+
+        The cache must have no states, which cannot be taken back.
+        """
+        self.release()
+        for layer in self.stored_layers:
+            layer.drop(tokens)
+            layer.expect_prompt(layer.get_seq_length())
+
+    def prefill_next(self, tokens: int) -> None:
+        """Let the next `tokens` tokens attend like a question's tokens; they are fed in one pass."""
+        self.release()
+        for layer in self.stored_layers:
+            layer.expect_prompt(layer.get_seq_length() + tokens)
+
     def check_length(self, tokens: int) -> None:
         """Raise SparsekvError unless every layer has `tokens` tokens, or every layer has one token less.
 

@@ -118,6 +118,10 @@ class StoredLayer(RowLayer):
         """Drop the tokens after the stored tokens; no prompt is expected afterwards."""
         self.used, self.prompt_tokens = self.first, 0
 
+    def drop(self, tokens: int) -> None:
+        """Drop the rows of the last `tokens` appended tokens."""
+        self.used -= tokens
+
     def exact_rows(self) -> Pair:
         """Return the keys and values [Hk, E + new, D] that are always attended; after `reserve`, the whole buffers."""
         if self.step_row is not None:

@@ -1,0 +1,230 @@
+"""Lossless decoding: tokens are drafted, and one pass of dense attention verifies several of them.
+
+A draft is what followed the newest tokens where the document, the question or the answer had them before, or what the
+index's method decodes next. The pass over a draft of T tokens gives the logits after each of them. The answer takes the
+tokens that dense attention chooses, up to the first that differs from the draft. So it is dense attention's answer, and
+a good draft only saves passes. Of sampled answers the same is true: each token is drawn from dense attention's logits.
+"""
+
+import time
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.models.rope import rope_depends_on_length
+from sparsekv.kernels.common.given_rows import with_cache
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.cache.index_cache import Fed, IndexCache
+from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.engine import Ended, Engine, NotFiniteError, Sequence
+from sparsekv.runtime.decoding.open import OpenIndex
+
+REPEATED = (3, 2)
+"""Numbers of newest tokens that are searched for in the text before, in this order."""
+FROM_TEXT = "text"
+"""The source of a draft that was found in the text before; other sources are numbers of tokens by the method."""
+BY_METHOD = (2, 4, 8)
+LONGEST, SHORTEST = 16, 2
+"""Bounds of the length of drafts from the text before."""
+KEPT = 0.8
+"""Share that the times so far keep when another step of the same source is measured."""
+AGAIN = 16
+"""Number of steps after which a source that seemed slow is tried again."""
+
+
+@dataclass
+class Pace:
+    """Seconds and tokens of a source's steps, of which later ones count more.
+
+    `last` is the number of the step in which the source was last used.
+    """
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+    last: int = 0
+
+    def add(self, seconds: float, tokens: int, step: int) -> None:
+        """Count a step. The first one only marks the source as used, because it may compile kernels."""
+        if self.last:
+            self.seconds, self.tokens = KEPT * self.seconds + seconds, KEPT * self.tokens + tokens
+        self.last = step
+
+    @property
+    def per_token(self) -> float:
+        """Seconds per token of the answer; 0 without a measurement, so that the source is tried."""
+        return self.seconds / self.tokens if self.tokens else 0.0
+
+
+@dataclass
+class Drafter:
+    """Chooses the source of each draft by the measured seconds per token, and counts what was accepted.
+
+    Args:
+        document: token ids of the stored prompt, in which repeated tokens are searched.
+        by_method: the method of the cache can decode drafts; False: its attention is dense.
+    """
+
+    document: NDArray[np.int64]
+    by_method: bool
+    length: int = 4
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    paces: dict[str | int, Pace] = field(default_factory=dict)
+
+    def from_text(self, tokens: list[int]) -> list[int]:
+        """Return what followed the newest of the answer's and question's tokens where they stood last before."""
+        near = np.asarray(tokens, dtype=np.int64)
+        for number in REPEATED:
+            if len(near) < number:
+                continue
+            for text in (near, self.document):
+                if places := _places(text, near[-number:]):
+                    return [int(token) for token in text[places[-1] : places[-1] + self.length]]
+        return []
+
+    def source(self, found: Tokens[int]) -> str | int:
+        """Choose the source of the next draft: the text, if it has one, or a number of tokens by the method."""
+        sources: list[str | int] = [*([FROM_TEXT] if found else []), *(BY_METHOD if self.by_method else ()), 0]
+        paces = {one: self.paces.setdefault(one, Pace()) for one in sources}
+        forgotten = min(sources, key=lambda one: paces[one].last)
+        if self.steps - paces[forgotten].last >= AGAIN * len(sources):
+            return forgotten
+        return min(sources, key=lambda one: paces[one].per_token)
+
+    def count(self, source: str | int, drafted: int, accepted: int, seconds: float) -> None:
+        """Count a step's draft, the accepted tokens of it and the step's seconds. The next token is always taken."""
+        self.steps += 1
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+        self.paces.setdefault(source, Pace()).add(seconds, accepted + 1, self.steps)
+        if source == FROM_TEXT:
+            grown = self.length + 2 if accepted == drafted else accepted + 1
+            self.length = min(LONGEST, max(SHORTEST, grown))
+
+
+def _places(text: NDArray[np.int64], wanted: NDArray[np.int64]) -> list[int]:
+    """Return the places behind each occurrence of some tokens in a text, except behind its end."""
+    last = len(text) - len(wanted)
+    same = np.ones(max(0, last), dtype=bool)
+    for offset, token in enumerate(wanted):
+        same &= text[offset : offset + last] == token
+    return [int(place) + len(wanted) for place in np.flatnonzero(same)[-1:]]
+
+
+class DraftingEngine(Engine):
+    """An engine of one sequence, whose steps verify drafts by dense attention.
+
+    A pass over T tokens allocates their logits, and on a CPU the attention logits of T queries for all tokens.
+
+    Args:
+        cache: a cache of one sequence for `config`, whose `lossless` is set.
+
+    Raises:
+        UsageError: the model has layers with a state, or its RoPE depends on a sequence's length: what a rejected token
+            changed there cannot be taken back.
+    """
+
+    def __init__(self, index: OpenIndex, cache: IndexCache, config: DecodeConfig):
+        super().__init__(index, cache)
+        if cache.live_states():
+            raise UsageError(
+                "--lossless: the model has layers with a state, from which a rejected token cannot be removed; leave "
+                "the option out"
+            )
+        if rope_depends_on_length(index.artifact.manifest.rope.parameters):
+            raise UsageError(
+                "--lossless: this model's RoPE depends on a sequence's length, which a rejected token changes; leave "
+                "the option out"
+            )
+        self.sequence_cache = cache
+        self.drafter = Drafter(index.input_ids.numpy(), by_method=not isinstance(config.attention, Dense))
+
+    def run_step(self) -> list[Ended]:
+        sequence = self.active.get(0)
+        if sequence is None or not sequence.answer:
+            return super().run_step()
+        began, room = time.perf_counter(), sequence.longest - len(sequence.answer) - 1
+        found = self.drafter.from_text([*sequence.question, *sequence.answer])[: max(0, room)]
+        source = self.drafter.source(found)
+        if not self.drafter.by_method and source == 0:
+            before = len(sequence.answer)
+            ended = super().run_step()
+            self.drafter.count(0, 0, len(sequence.answer) - before - 1, time.perf_counter() - began)
+            return ended
+        draft = found if source == FROM_TEXT else self._decoded(sequence, min(int(source), max(0, room)))
+        before = len(sequence.answer)
+        ended = self._verify(sequence, draft)
+        taken = len(sequence.answer) - before
+        self.drafter.count(source, len(draft), max(0, taken - 1), time.perf_counter() - began)
+        return ended
+
+    @torch.inference_mode()
+    def _decoded(self, sequence: Sequence, tokens: int) -> list[int]:
+        """Decode tokens greedily by the cache's method, and drop their rows again."""
+        draft = list[int]()
+        while len(draft) < tokens:
+            newest = [*sequence.answer[-1:], *draft][-1]
+            fed = Fed(0, sequence.used + len(draft), [newest], asks=False)
+            logits = self.step([fed], torch.tensor([newest]), sequence.most)
+            draft.append(int(self.index.agreed(logits).argmax()))
+        self.sequence_cache.drop(len(draft))
+        return draft
+
+    @torch.inference_mode()
+    def _verify(self, sequence: Sequence, draft: list[int]) -> list[Ended]:
+        """Feed the newest token and a draft; take tokens of the answer up to the first that differs from the draft."""
+        fed = Fed(0, sequence.used, [sequence.answer[-1], *draft], asks=False)
+        logits = self._dense_logits(fed)
+        self.read = None
+        taken, ended = 0, False
+        greedy = not sequence.request.sampling.temperature
+        chosen = self._choose(logits, [0] * len(logits)) if greedy else None
+        for place in range(len(logits)):
+            (token, *_), (logprobs, *_) = (
+                (chosen[0][place:], chosen[1][place:]) if chosen else self._choose(logits[place : place + 1], [0])
+            )
+            sequence.used, taken = sequence.used + 1, taken + 1
+            if token is None:
+                ended = True
+                break
+            ended = sequence.take(token, logprobs, self.ends)
+            if ended or place == len(draft) or token != draft[place]:
+                break
+        self.sequence_cache.drop(len(logits) - taken)
+        if not ended:
+            sequence.stream()
+            return []
+        if token is None:
+            self.sequence_cache.clear(0)
+            return [(self.active.pop(0), NotFiniteError())]
+        return [self._end(0)]
+
+    def _answer(self, done: Sequence) -> Answer:
+        return replace(super()._answer(done), kv_fraction=1.0)
+
+    @property
+    def told(self) -> str:
+        """What became of the drafts so far, as a line for the user."""
+        drafter = self.drafter
+        if not drafter.drafted:
+            return "no token was drafted"
+        tokens = (drafter.steps + drafter.accepted) / drafter.steps
+        return (
+            f"{drafter.accepted:,} of {drafter.drafted:,} drafted tokens accepted, {tokens:.2f} tokens per pass of "
+            "dense attention"
+        )
+
+    def _dense_logits(self, fed: Fed) -> torch.Tensor:
+        """Return the logits [T, V] after each of the fed tokens, by dense attention."""
+        cache = self.sequence_cache
+        cache.release()
+        cache.prefill_next(len(fed.tokens))
+        ids, positions = cache.questions_input([fed], self.index.split.tokens)
+        logits: torch.Tensor = self.index.model(
+            input_ids=ids, position_ids=positions, **with_cache(self.index.model, cache)
+        ).logits[0]
+        return logits

@@ -1,0 +1,195 @@
+"""Lossless answers are dense attention's, whatever was drafted."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.configs import sparse
+from support.engines import count_rows_on_the_device
+from support.small_index import INDEXERS, build_small
+from support.tiny_models import DIFFERENT
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
+from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.drafting import BY_METHOD, FROM_TEXT, Drafter, DraftingEngine, Pace
+from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.methods.codes import Codes
+from sparsekv.runtime.methods.csattention import CSAttention
+from sparsekv.runtime.methods.h2o import H2O
+from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
+
+QUESTIONS = ("What is an expression?", "x", "Which statement is it that raises an exception, and when?")
+TENTH = Budget(0.1)
+CONFIGS = {
+    "dense": DecodeConfig(Dense(), question=Dense(), lossless=True),
+    "codes": sparse("codes", Codes(), TENTH, question=Dense(), lossless=True),
+    "multipole": sparse("multipole", Multipole(), TENTH, question=Dense(), lossless=True),
+    "h2o": sparse("h2o", H2O(), TENTH, question=Dense(), lossless=True),
+}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], OpenIndex]:
+    methods = {name: INDEXERS[name] for name in ("codes", "multipole", "h2o")}
+    folder = tmp_path_factory.mktemp("lossless")
+    return cache(lambda family: build_small(folder / f"{family}.skv", family, methods=methods))
+
+
+def _answers(engine: Engine, index: OpenIndex, sampling: Sampling) -> list[Answer]:
+    asked = [Request(question_ids(index, question), sampling) for question in QUESTIONS]
+    return [answer for _, answer in engine.answers(asked)]
+
+
+def _lossless(index: OpenIndex, config: DecodeConfig) -> DraftingEngine:
+    return DraftingEngine(index, index.cache(config), config)
+
+
+def _draft_anything(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Take any source in any step, and texts that never stood before beside those that did."""
+    drawn, found = random.Random(seed), Drafter.from_text
+
+    def from_text(drafter: Drafter, tokens: list[int]) -> list[int]:
+        invented = [drawn.randrange(200) for _ in range(drawn.randrange(6))]
+        return drawn.choice([[], found(drafter, tokens), found(drafter, tokens)[:2] + invented, invented])
+
+    def source(drafter: Drafter, draft: list[int]) -> str | int:
+        by_method = (*BY_METHOD, 1) if drafter.by_method else ()
+        return drawn.choice([0, *by_method, *([FROM_TEXT] if draft else [])])
+
+    monkeypatch.setattr(Drafter, "from_text", from_text)
+    monkeypatch.setattr(Drafter, "source", source)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "temperature", "on_the_device"),
+    [
+        *product(["llama"], CONFIGS, [0.0], [True]),
+        *product(["llama"], ["dense", "codes"], [0.8], [False]),
+        *product(DIFFERENT[1:], ["dense", "codes"], [0.0], [False]),
+    ],
+)
+def test_answers_are_dense_attentions(
+    opened: Callable[[str], OpenIndex],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    name: str,
+    temperature: float,
+    on_the_device: bool,
+) -> None:
+    index, sampling = opened(family), Sampling(max_new_tokens=24, temperature=temperature, seed=3)
+    dense = _answers(Engine(index, index.dense_cache()), index, sampling)
+    _draft_anything(monkeypatch, seed=len(name))
+    if on_the_device:
+        count_rows_on_the_device(monkeypatch)
+    engine = _lossless(index, CONFIGS[name])
+    found = _answers(engine, index, sampling)
+    assert [one.ids for one in found] == [one.ids for one in dense]
+    assert [(one.text, one.finish_reason) for one in found] == [(one.text, one.finish_reason) for one in dense]
+    assert all(one.kv_fraction == 1 for one in found)
+    drafter = engine.drafter
+    assert drafter.accepted < drafter.drafted
+    assert drafter.accepted > 0 or name != "codes" or temperature  # others draft little that a random model takes
+    assert drafter.steps + drafter.accepted == sum(len(one.ids) - 1 for one in dense)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_measured_paces_choose_among_all_sources(opened: Callable[[str], OpenIndex], name: str) -> None:
+    index, sampling = opened("llama"), Sampling(max_new_tokens=100)
+    dense = _answers(Engine(index, index.dense_cache()), index, sampling)
+    engine = _lossless(index, CONFIGS[name])
+    assert [one.ids for one in _answers(engine, index, sampling)] == [one.ids for one in dense]
+    used = {source for source, pace in engine.drafter.paces.items() if pace.last}
+    assert used >= {FROM_TEXT, 0} | (set(BY_METHOD) if name != "dense" else set())
+    assert "drafted tokens accepted" in engine.told
+
+
+def test_tokens_are_told_as_they_are_taken_and_an_answer_ends_within_a_draft(
+    opened: Callable[[str], OpenIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, ids = opened("llama"), question_ids(opened("llama"), QUESTIONS[0])
+    ((_, whole),) = Engine(index, index.dense_cache()).answers([Request(ids, Sampling(max_new_tokens=30))])
+    end = next(token for place, token in enumerate(whole.ids) if place > 8 and token not in whole.ids[:place])
+    wanted = whole.ids[: whole.ids.index(end) + 1]
+    monkeypatch.setattr(Drafter, "from_text", lambda drafter, tokens: whole.ids[len(tokens) - len(ids) :][:16])
+    monkeypatch.setattr(Drafter, "source", lambda drafter, draft: FROM_TEXT if draft else 0)
+    tokens, logprobs, pieces = list[int](), list[float](), list[str]()
+
+    def take(token: int, found: TokenLogprobs | None) -> None:
+        assert found is not None
+        tokens.append(token)
+        logprobs.append(found.logprob)
+
+    def answer(engine: Engine) -> Answer:
+        tokens.clear(), logprobs.clear(), pieces.clear()
+        engine.ends = {end}
+        request = Request(ids, Sampling(max_new_tokens=30), pieces.append, on_token=take, logprobs=2)
+        ((_, found),) = engine.answers([request])
+        return found
+
+    expected = answer(Engine(index, index.dense_cache()))
+    before = list(logprobs)
+    found = answer(_lossless(index, CONFIGS["dense"]))
+    assert found.ids == expected.ids == tokens == wanted
+    assert logprobs == pytest.approx(before, abs=1e-4)
+    assert "".join(pieces) == expected.text
+
+
+def test_a_draft_is_what_followed_the_newest_tokens_last() -> None:
+    drafter = Drafter(np.array([1, 2, 3, 4, 5, 6, 1, 2, 9]), by_method=False, length=3)
+    assert drafter.from_text([7, 2, 3]) == [4, 5, 6]
+    assert drafter.from_text([8, 1, 2]) == [9]
+    assert drafter.from_text([1, 2, 3]) == [4, 5, 6]
+    assert drafter.from_text([1, 2, 7, 7, 1, 2]) == [7, 7, 1]
+    assert drafter.from_text([2]) == drafter.from_text([8, 8]) == []
+
+
+def test_the_fastest_source_is_taken_and_the_others_are_tried_again() -> None:
+    drafter = Drafter(np.zeros(0, dtype=np.int64), by_method=True)
+    taken = list[str | int]()
+    for _ in range(200):
+        source = drafter.source([])
+        taken.append(source)
+        drafter.count(source, int(source), int(source) // 2, {0: 1.0, 2: 0.6, 4: 2.0, 8: 9.0}[int(source)])
+    assert taken.count(2) > 150
+    assert all(taken.count(one) >= 3 for one in (0, 4, 8))
+    assert Pace().per_token == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"question": Own()}, "--prefill"),
+        ({"ahead": True}, "--ahead"),
+        ({"gauge": True}, "--gauge"),
+        ({"guard": Guard(0.1)}, "--guard"),
+        ({"attention": MethodSpec("csattention", "", CSAttention(step=4))}, "--step"),
+        ({"attention": MethodSpec("csattention", "", CSAttention(stream=True))}, "--stream"),
+    ],
+)
+def test_what_would_change_a_dense_answer_is_refused(changes: dict[str, object], named: str) -> None:
+    usual: dict[str, object] = {"attention": MethodSpec("codes", "", Codes()), "question": Dense()}
+    with pytest.raises(UsageError, match=f"--lossless gives dense attention's answer, and {named} would"):
+        DecodeConfig(**(usual | changes), lossless=True)  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_take_a_token_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = build_small(tmp_path / "doc.skv")
+    config, dense = CONFIGS["dense"], index.cache(CONFIGS["dense"])
+    manifest = index.artifact.manifest
+    rope = manifest.rope.model_copy(update={"parameters": {"rope_type": "dynamic", "factor": 2.0}})
+    monkeypatch.setattr(index.artifact, "manifest", manifest.model_copy(update={"rope": rope}))
+    with pytest.raises(UsageError, match="RoPE depends on a sequence's length"):
+        DraftingEngine(index, dense, config)
+    monkeypatch.setattr(type(dense), "live_states", lambda cache: {"state": torch.zeros(1)})
+    with pytest.raises(UsageError, match="layers with a state"):
+        DraftingEngine(index, dense, config)
