@@ -3,17 +3,22 @@
 import json
 import re
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 
 import torch
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.decoding.answer import Answer, question_ids
-from sparsekv.runtime.decoding.engine import why_alone
+from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.drafting import DraftingEngine
+from sparsekv.runtime.decoding.engine import Request, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.selection.interface import MethodSpec
+from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed
@@ -44,6 +49,22 @@ def batch(world: World, index: OpenIndex) -> None:
         first = asker.ask_all(asked, sampling, together=together)
         again = asker.ask_all(asked, sampling, together=together)
         expect(_ids(first) == _ids(again), "batch again", f"{_ids(first)}, then {_ids(again)}")
+
+
+@deed("lossless", 5)
+def lossless(world: World, index: OpenIndex) -> None:
+    """Answers from drafts are those of plain transformers, whatever the method drafts and the text repeats."""
+    checks, case = Checks(world, index), world.case
+    changes = {"guard": None, "ahead": False, "question_prefill": None, "prefill_budget": None}
+    for config in (choose_config(index.artifact, DENSE), world.config(index, **changes)):
+        with suppress(UsageError):  # a state, RoPE that depends on the length, tokens that join the index
+            kept = replace(config, lossless=True)
+            engine = DraftingEngine(index, index.cache(kept), kept)
+            asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(2)]
+            found = dict(engine.answers([Request(ids, Sampling(4 * case.answer)) for ids in asked]))
+            for place, ids in enumerate(asked):
+                steps = checks.truth(fed_with(ids, found[place].ids))[len(ids) - 1 :]
+                expect_greedy(steps, found[place].ids, "lossless answer", f"drafted by {config.attention.name}")
 
 
 def _copies(

@@ -1,0 +1,44 @@
+"""`generate --lossless`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.command import run_here, with_options
+
+ASK = ("generate", "--model", "model", "--max-new-tokens", "12", "-q", "--batch-file", "questions.txt")
+QUESTIONS = ("What is 3 times 3?", "", "Which line says that 7 times 7 is 49?")
+
+
+@pytest.fixture(autouse=True)
+def questions(place: Path) -> None:
+    Path("questions.txt").write_text("\n".join(QUESTIONS) + "\n")
+
+
+def test_answers_are_those_of_dense_attention_and_resumed_as_such() -> None:
+    dense = run_here(*with_options(ASK, "--method", "dense"))
+    found = run_here(*with_options(ASK, "--lossless", "--stats"))
+    assert (found.code, found.stdout) == (0, dense.stdout), found.stderr
+    assert "drafted tokens accepted" in found.stderr.splitlines()[-1]
+    lines = run_here(*with_options(ASK, "--lossless", "--json")).stdout
+    assert all(json.loads(line)["settings"]["lossless"] for line in lines.splitlines())
+    Path("some.jsonl").write_text(lines)
+    assert run_here(*with_options(ASK, "--lossless", "--json", "--resume", "some.jsonl")).stdout == lines
+    refused = run_here(*with_options(ASK, "--json", "--resume", "some.jsonl"))
+    assert refused.code == 2
+    assert "answered with lossless True" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--batch-size", "2"), "--batch-size 2: --lossless verifies drafts of one question at a time"),
+        (("--sources", "2"), "--lossless cannot be used with --sources"),
+        (("--prefill", "own"), "--lossless gives dense attention's answer, and --prefill would"),
+        (("--gauge",), "--lossless gives dense attention's answer, and --gauge would"),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(options: tuple[str, ...], told: str) -> None:
+    refused = run_here(*with_options(ASK, "--lossless", *options))
+    assert refused.code == 2
+    assert told in refused.stderr
