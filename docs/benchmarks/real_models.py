@@ -38,6 +38,7 @@ from sparsekv.runtime.selection.interface import Budget
 SPARSEKV = [sys.executable, "-c", "from sparsekv.cli.main import main; main()"]
 TASKS = (
     *(f"niah-{name}" for name in ("facts", "multikey", "multikey-2", "multikey-3", "multivalue", "multiquery")),
+    *(f"scbench-{name}" for name in ("kv", "prefix-suffix", "mf", "many-shot", "vt")),
     *("vt", "cwe", "fwe"),
 )
 METHODS = ("codes", "multipole", "squeezed", "csattention", "pqcache", "quest", "oracle", "window")
@@ -213,12 +214,17 @@ def _same(given: Answers, base: Answers) -> float:
     return 100 * fmean(one["answer"] == other["answer"] for one, other in zip(given, base, strict=True))
 
 
+INTRODUCTION = """\
+Answers of `python docs/benchmarks/real_models.py`, whose `measure --print` prints the command of each table. Right
+answers are in percent, as a mean over the questions of all tasks within the model's reach: dense attention answers at
+least 20% of a task right. Differences to dense attention are paired by question, in points, with 95% intervals of a
+bootstrap over contexts. `window` reads nothing of the document's middle, as a control."""
 HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
 
 
 def page(folder: Path) -> str:
     """Return the page: a table for each model and length, the tasks, and the commands."""
-    text = ["# Right answers of real models", "", __doc__.split("\n\n")[3].replace("\n", " "), ""]
+    text = ["# Right answers of real models", "", INTRODUCTION, ""]
     for (model, length), answers in read(folder).items():
         rows, by_task = table(answers)
         contexts = {(one["task"], one["seed"], one["context"]) for one in answers}
