@@ -1,0 +1,393 @@
+"""A KV connector for vLLM: requests that begin with an index's prompt get the prompt's keys and values from the index.
+
+vLLM makes one connector for its scheduler and one for each worker. The scheduler's connector matches prompts, and sends
+the worker's connectors a `Transfer` with each step. These write rows of the index into vLLM's blocks before the step,
+and compare rows after it.
+"""
+
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import snapshot_download
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
+from sparsekv.formats.index.manifest import REBUILD
+from sparsekv.formats.index.reader import Artifact, ArtifactShare
+from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance
+from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
+from sparsekv.runtime.vllm.prefixes import Prefix, PrefixTable
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.sparsekv")  # vLLM prints loggers of its own name only
+
+FLOAT8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Dtypes of vLLM's `--kv-cache-dtype` that are not a dtype of models, as the cache's bytes are read."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of an index and the blocks of the request that they are for.
+
+    Attributes:
+        manifest: the hash of the manifest that the scheduler's connector has read.
+        blocks: numbers of the request's blocks, from its first token on.
+    """
+
+    index: str
+    manifest: str
+    tokens: range
+    blocks: list[int]
+
+
+@dataclass
+class Transfer(KVConnectorMetadata):  # type: ignore[misc]
+    """Rows that the workers load before a step, and rows that they compare after it."""
+
+    loads: list[Rows] = field(default_factory=list)
+    comparisons: list[Rows] = field(default_factory=list)
+
+
+@dataclass
+class Verdicts(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Results of a step by index: the reason why the index is refused, or an empty text after a good comparison."""
+
+    reasons: dict[str, str]
+
+    def aggregate(self, other: "Verdicts") -> "Verdicts":
+        """Join the results of two workers; a refusal by one of them counts."""
+        names = self.reasons.keys() | other.reasons.keys()
+        return Verdicts({name: self.reasons.get(name) or other.reasons.get(name, "") for name in names})
+
+
+class SparseKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """The connector that `--kv-transfer-config` names. Its extra config has `indices`, a list of index folders.
+
+    An index that does not belong to the served model is logged and never loaded. Its documents are prefilled by vLLM.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        names = self._kv_transfer_config.get_from_extra_config("indices", [])
+        if not names or isinstance(names, str):
+            raise UsageError('kv_connector_extra_config needs {"indices": ["NAME.skv", ...]}')
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, names)
+        else:
+            self._worker = WorkerSide(vllm_config, names)
+
+    # Called in the scheduler.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.manager = kv_cache_manager
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self._scheduler.load(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self._scheduler.transfer(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        verdicts = connector_output.kv_connector_worker_meta
+        if isinstance(verdicts, Verdicts):
+            self._scheduler.judge(verdicts)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.finish(request.request_id)
+        return False, None
+
+    # Called in a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        self._worker.load(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: rows are loaded before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: rows of vLLM are not stored."""
+
+    def wait_for_save(self) -> None:
+        self._worker.compare(self._get_connector_metadata())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_verdicts()
+
+
+class SchedulerSide:
+    """Matches prompts with indices, and decides for each step what the workers load and compare.
+
+    Args:
+        names: folders of the indices.
+    """
+
+    def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str]):
+        _refuse_unsupported(config, cache)
+        self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
+        self.manager: Any = None
+        self._manifests: dict[str, str] = {}
+        prompts = {}
+        served = _served(config)
+        for name in names:
+            try:
+                artifact = Artifact(Path(name))
+                served.check(artifact.manifest)
+                prompts[name] = artifact.input_ids().tolist()
+                self._manifests[name] = artifact.manifest.manifest_sha256
+                logger.info("index %s: the first %d tokens of a prompt may be loaded", name, len(prompts[name]))
+            except SparsekvError as error:
+                logger.error("index %s is not used: %s", name, error)
+        self._table = PrefixTable(prompts, self._block)
+        self._loads: list[Rows] = []
+
+    def matched(self, request: "Request", computed: int) -> int | None:
+        """Return the number of tokens to load after the `computed` ones; None if the request has to wait for a trial."""
+        if request.prompt_token_ids is None or request.lora_request is not None or request.mm_features:
+            return 0
+        trial = self._table.trial
+        if trial is not None and trial.request == request.request_id:  # it was preempted before the comparison
+            self.finish(request.request_id)
+            return None
+        if self._table.waits(request.prompt_token_ids):
+            return None
+        prefix = self._table.longest(request.prompt_token_ids)
+        return 0 if prefix is None else max(0, prefix.loaded - computed)
+
+    def load(self, request: "Request", blocks: list[int], tokens: int) -> None:
+        """Have the workers load the last `tokens` of a request's prefix before its first step."""
+        prefix = self._table.longest(request.prompt_token_ids)
+        assert prefix is not None
+        self._table.begin(request.request_id, prefix)
+        self._loads.append(self._rows(prefix, range(prefix.loaded - tokens, prefix.loaded), blocks))
+
+    def transfer(self, step: "SchedulerOutput") -> Transfer:
+        """Return the loads before a step, and the comparison if the step computes the last of the compared tokens."""
+        loads, self._loads = self._loads, []
+        trial = self._table.trial
+        if trial is None or _computed_after(step, trial.request) < trial.prefix.compared.stop:
+            return Transfer(loads)
+        blocks = self.manager.get_block_ids(trial.request)[0]
+        return Transfer(loads, [self._rows(trial.prefix, trial.prefix.compared, blocks)])
+
+    def judge(self, verdicts: Verdicts) -> None:
+        """Trust or refuse indices by the results of their workers. Blocks of a refused index are not used again."""
+        for name, reason in verdicts.reasons.items():
+            if not reason:
+                self._table.trust(name)
+                logger.info("index %s is trusted: rows computed over it equal its own", name)
+                continue
+            trial = self._table.trial
+            if trial is not None and trial.prefix.index == name:
+                self._forget_blocks(trial.request)
+            if self._table.refuse(name):
+                logger.error("index %s is not used any more: %s", name, reason)
+
+    def finish(self, request: str) -> None:
+        """End the trial of a request that ended before the comparison, so that no other request shares its blocks."""
+        trial = self._table.trial
+        if trial is not None and trial.request == request:
+            self._forget_blocks(request)
+            self._table.abandon()
+
+    def _rows(self, prefix: Prefix, tokens: range, blocks: list[int]) -> Rows:
+        return Rows(prefix.index, self._manifests[prefix.index], tokens, blocks)
+
+    def _forget_blocks(self, request: str) -> None:
+        self.manager.evict_blocks(set(self.manager.get_block_ids(request)[0]))
+
+
+class WorkerSide:
+    """Writes rows of indices into this worker's blocks, and compares computed rows with those of an index.
+
+    Args:
+        names: folders of the indices.
+    """
+
+    def __init__(self, config: VllmConfig, names: list[str]):
+        self._config = config
+        self._block = 0
+        self._layers: dict[int, PagedLayer] = {}
+        self._indices: dict[str, ArtifactShare] = {}
+        self._refused: dict[str, str] = {}
+        self._names = names
+        self._failed = set[int]()
+        self._verdicts: dict[str, str] = {}
+
+    def register(self, caches: dict[str, torch.Tensor]) -> None:
+        """Find the attention layers of vLLM's caches, and open the indices with this worker's heads."""
+        layers = {
+            extract_layer_index(name): (self._config.compilation_config.static_forward_context[name], cache)
+            for name, cache in caches.items()
+        }
+        self._block = self._config.cache_config.block_size
+        dtype = self._config.model_config.dtype
+        self._layers = {number: _paged(layer, cache, dtype) for number, (layer, cache) in layers.items()}
+        for name in self._names:
+            try:
+                self._indices[name] = _share(Artifact(Path(name)), {number: one for number, (one, _) in layers.items()})
+            except SparsekvError as error:  # the scheduler's connector logs it
+                self._refused[name] = str(error)
+
+    def load(self, transfer: Transfer) -> None:
+        """Write the rows of a step's loads. Blocks of rows that cannot be read are computed by vLLM."""
+        for rows in transfer.loads:
+            try:
+                index = self._index(rows)
+                slots = slots_of(rows.blocks, self._block, rows.tokens)
+                for number, layer in self._layers.items():
+                    layer.load(index.context_rows(number), rows.tokens.start, slots)
+            except (SparsekvError, OSError) as error:
+                self._fail(rows, error)
+
+    def compare(self, transfer: Transfer) -> None:
+        """Compare the rows that vLLM has computed over loaded rows with those of the index."""
+        for rows in transfer.comparisons:
+            try:
+                index = self._index(rows)
+                slots = slots_of(rows.blocks, self._block, rows.tokens)
+                distances = [
+                    layer.distance(index.context_rows(number), rows.tokens, slots)
+                    for number, layer in self._layers.items()
+                ]
+                check_rows(index.manifest, distances, self._tolerance(index))
+                self._verdicts.setdefault(rows.index, "")
+            except (SparsekvError, OSError) as error:
+                self._fail(rows, error)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks of failed loads and comparisons since the last call."""
+        failed, self._failed = self._failed, set[int]()
+        return failed
+
+    def take_verdicts(self) -> Verdicts | None:
+        """Return the results since the last call."""
+        verdicts, self._verdicts = self._verdicts, {}
+        return Verdicts(verdicts) if verdicts else None
+
+    def _index(self, rows: Rows) -> ArtifactShare:
+        index = self._indices.get(rows.index)
+        if index is None:
+            raise ArtifactError(self._refused[rows.index])
+        if index.manifest.manifest_sha256 != rows.manifest:
+            raise ArtifactError("another process changed it while the engine started; start the engine again")
+        return index
+
+    def _fail(self, rows: Rows, error: Exception) -> None:
+        # Whole blocks before the last of these tokens: vLLM computes a request anew from its first failed block.
+        self._failed.update(rows.blocks[: rows.tokens.stop // self._block])
+        self._verdicts[rows.index] = str(error)
+
+    def _tolerance(self, index: ArtifactShare) -> float:
+        layer = next(iter(self._layers.values()))
+        return row_tolerance(index.manifest, layer.dtype, rounded=layer.stored != layer.dtype)
+
+
+def _served(config: VllmConfig) -> Any:
+    model = config.model_config
+    folder = _folder(model.model, model.revision)
+    tokenizer = folder if model.tokenizer == model.model else _folder(model.tokenizer, model.tokenizer_revision)
+    return identify_served(folder, tokenizer, model.hf_text_config, model.quantization)
+
+
+def _folder(name: str, revision: str | None) -> str:
+    return name if os.path.isdir(name) else snapshot_download(name, revision=revision, local_files_only=True)
+
+
+def _computed_after(step: "SchedulerOutput", request: str) -> int:
+    """Return the number of a request's tokens that are computed or loaded after a step; 0 if it is not in the step."""
+    cached = step.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    return before[request] + step.num_scheduled_tokens[request] if request in before else 0
+
+
+def _refuse_unsupported(config: VllmConfig, cache: "KVCacheConfig") -> None:
+    """Raise UsageError for settings under which blocks do not hold the rows of consecutive tokens of all layers."""
+    parallel = config.parallel_config
+    unsupported = {
+        "speculative decoding": config.speculative_config is not None,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "a model with several groups of KV caches": len(cache.kv_cache_groups) != 1,
+    }
+    for what, found in unsupported.items():
+        if found:
+            raise UsageError(f"SparseKVConnector does not work with {what}; leave it or the connector out")
+
+
+def _paged(layer: torch.nn.Module, cache: torch.Tensor, dtype: torch.dtype) -> PagedLayer:
+    """Return a layer's cache with the function by which vLLM itself writes keys and values into it.
+
+    Raises:
+        UsageError: the layer has another attention than keys and values by head, or a cache of an unknown dtype.
+    """
+    write = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
+    if not isinstance(layer, Attention) or write is None:
+        raise UsageError(
+            "SparseKVConnector needs an attention backend of vLLM that writes keys and values apart from attending; "
+            "choose another with --attention-backend, or leave the connector out"
+        )
+    stored = cache.dtype if cache.dtype.is_floating_point else FLOAT8.get(layer.kv_cache_dtype)
+    if stored is None:
+        raise UsageError(
+            f"SparseKVConnector does not support --kv-cache-dtype {layer.kv_cache_dtype}; use auto or fp8"
+        )
+    return PagedLayer(cache, partial(write, layer), dtype, stored)
+
+
+def _share(whole: Artifact, layers: dict[int, Attention]) -> ArtifactShare:
+    """Return the part of an index that has this worker's heads.
+
+    Raises:
+        ArtifactError: layers, heads or channels are not those of the index.
+    """
+    own = {number: int(layer.num_kv_heads) for number, layer in layers.items()}
+    wrong = ArtifactError(f"{whole.folder} has other layers, heads or channels than vLLM's model; {REBUILD}")
+    if not own.keys() <= whole.manifest.attending.keys():
+        raise wrong
+    heads, _ = whole.heads_and_channels(min(own))
+    size = get_tensor_model_parallel_world_size()
+    # With more workers than heads, several workers have the same head.
+    parts = min(size, heads)
+    number = get_tensor_model_parallel_rank() * parts // size
+    share = ArtifactShare(whole, number, parts, own)
+    if any(share.heads_and_channels(one)[1] != layer.head_size for one, layer in layers.items()):
+        raise wrong
+    return share
