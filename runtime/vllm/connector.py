@@ -6,7 +6,7 @@ and compare rows after it.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,15 +66,15 @@ class Rows:
 
 
 @dataclass
-class Transfer(KVConnectorMetadata):  # type: ignore[misc]
-    """Rows that the workers load before a step, and rows that they compare after it."""
+class Transfer(KVConnectorMetadata):
+    """Rows that the workers load before a step, and computed rows that they compare after it."""
 
-    loads: list[Rows] = field(default_factory=list)
-    comparisons: list[Rows] = field(default_factory=list)
+    loads: list[Rows]
+    comparison: Rows | None = None
 
 
 @dataclass
-class Verdicts(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class Verdicts(KVConnectorWorkerMetadata):
     """Results of a step by index: the reason why the index is refused, or an empty text after a good comparison."""
 
     reasons: dict[str, str]
@@ -85,7 +85,7 @@ class Verdicts(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return Verdicts({name: self.reasons.get(name) or other.reasons.get(name, "") for name in names})
 
 
-class SparseKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class SparseKVConnector(KVConnectorBase_V1):
     """The connector that `--kv-transfer-config` names. Its extra config has `indices`, a list of index folders.
 
     An index that does not belong to the served model is logged and never loaded. Its documents are prefilled by vLLM.
@@ -110,9 +110,7 @@ class SparseKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens), False
 
-    def update_state_after_alloc(
-        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         if num_external_tokens:
             self._scheduler.load(request, blocks.get_block_ids()[0], num_external_tokens)
 
@@ -177,9 +175,10 @@ class SchedulerSide:
                 logger.error("index %s is not used: %s", name, error)
         self._table = PrefixTable(prompts, self._block)
         self._loads: list[Rows] = []
+        self._on_trial: list[int] = []  # blocks of the request on trial
 
     def matched(self, request: "Request", computed: int) -> int | None:
-        """Return the number of tokens to load after the `computed` ones; None if the request has to wait for a trial."""
+        """Return the number of tokens to load after the `computed` ones; None if the request waits for a trial."""
         if request.prompt_token_ids is None or request.lora_request is not None or request.mm_features:
             return 0
         trial = self._table.trial
@@ -195,7 +194,9 @@ class SchedulerSide:
         """Have the workers load the last `tokens` of a request's prefix before its first step."""
         prefix = self._table.longest(request.prompt_token_ids)
         assert prefix is not None
-        self._table.begin(request.request_id, prefix)
+        if prefix.compared:
+            self._table.begin(request.request_id, prefix)
+            self._on_trial = blocks
         self._loads.append(self._rows(prefix, range(prefix.loaded - tokens, prefix.loaded), blocks))
 
     def transfer(self, step: "SchedulerOutput") -> Transfer:
@@ -204,8 +205,8 @@ class SchedulerSide:
         trial = self._table.trial
         if trial is None or _computed_after(step, trial.request) < trial.prefix.compared.stop:
             return Transfer(loads)
-        blocks = self.manager.get_block_ids(trial.request)[0]
-        return Transfer(loads, [self._rows(trial.prefix, trial.prefix.compared, blocks)])
+        self._on_trial = self.manager.get_block_ids(trial.request)[0]
+        return Transfer(loads, [self._rows(trial.prefix, trial.prefix.compared, self._on_trial)])
 
     def judge(self, verdicts: Verdicts) -> None:
         """Trust or refuse indices by the results of their workers. Blocks of a refused index are not used again."""
@@ -214,9 +215,8 @@ class SchedulerSide:
                 self._table.trust(name)
                 logger.info("index %s is trusted: rows computed over it equal its own", name)
                 continue
-            trial = self._table.trial
-            if trial is not None and trial.prefix.index == name:
-                self._forget_blocks(trial.request)
+            if self._table.on_trial(name):
+                self._forget_blocks()
             if self._table.refuse(name):
                 logger.error("index %s is not used any more: %s", name, reason)
 
@@ -224,14 +224,16 @@ class SchedulerSide:
         """End the trial of a request that ended before the comparison, so that no other request shares its blocks."""
         trial = self._table.trial
         if trial is not None and trial.request == request:
-            self._forget_blocks(request)
-            self._table.abandon()
+            self._forget_blocks()
+            self._table.end_trial(trial.prefix.index)
 
     def _rows(self, prefix: Prefix, tokens: range, blocks: list[int]) -> Rows:
         return Rows(prefix.index, self._manifests[prefix.index], tokens, blocks)
 
-    def _forget_blocks(self, request: str) -> None:
-        self.manager.evict_blocks(set(self.manager.get_block_ids(request)[0]))
+    def _forget_blocks(self) -> None:
+        """Remove the blocks of a trial that did not succeed from vLLM's prefix cache. They stay with their request."""
+        self.manager.evict_blocks(set(self._on_trial))
+        self._on_trial = []
 
 
 class WorkerSide:
@@ -279,18 +281,19 @@ class WorkerSide:
 
     def compare(self, transfer: Transfer) -> None:
         """Compare the rows that vLLM has computed over loaded rows with those of the index."""
-        for rows in transfer.comparisons:
-            try:
-                index = self._index(rows)
-                slots = slots_of(rows.blocks, self._block, rows.tokens)
-                distances = [
-                    layer.distance(index.context_rows(number), rows.tokens, slots)
-                    for number, layer in self._layers.items()
-                ]
-                check_rows(index.manifest, distances, self._tolerance(index))
-                self._verdicts.setdefault(rows.index, "")
-            except (SparsekvError, OSError) as error:
-                self._fail(rows, error)
+        rows = transfer.comparison
+        if rows is None:
+            return
+        try:
+            index = self._index(rows)
+            slots = slots_of(rows.blocks, self._block, rows.tokens)
+            distances = [
+                layer.distance(index.context_rows(number), rows.tokens, slots) for number, layer in self._layers.items()
+            ]
+            check_rows(index.manifest, distances, self._tolerance(index))
+            self._verdicts.setdefault(rows.index, "")
+        except (SparsekvError, OSError) as error:
+            self._fail(rows, error)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks of failed loads and comparisons since the last call."""
@@ -366,9 +369,7 @@ def _paged(layer: torch.nn.Module, cache: torch.Tensor, dtype: torch.dtype) -> P
         )
     stored = cache.dtype if cache.dtype.is_floating_point else FLOAT8.get(layer.kv_cache_dtype)
     if stored is None:
-        raise UsageError(
-            f"SparseKVConnector does not support --kv-cache-dtype {layer.kv_cache_dtype}; use auto or fp8"
-        )
+        raise UsageError(f"SparseKVConnector does not support --kv-cache-dtype {layer.kv_cache_dtype}; use auto or fp8")
     return PagedLayer(cache, partial(write, layer), dtype, stored)
 
 

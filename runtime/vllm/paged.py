@@ -63,17 +63,13 @@ class PagedLayer:
 
     def _rows(self, rows: ContextRows, tokens: slice) -> Pair:
         """Return keys and values [T, Hk, D] in the dtype and on the device of the cache's engine."""
-        keys, values = (
-            one.to(self.cache.device, self.dtype).transpose(0, 1).contiguous() for one in rows.part(tokens)
-        )
+        keys, values = (one.to(self.cache.device, self.dtype).transpose(0, 1).contiguous() for one in rows.part(tokens))
         return keys, values
 
     def _scratch(self, blocks: int) -> torch.Tensor:
         """Return zeros [blocks, Hk, N, C] with the strides of the cache."""
         shape = (blocks, *self.cache.shape[1:])
-        return torch.empty_strided(
-            shape, self.cache.stride(), dtype=self.cache.dtype, device=self.cache.device
-        ).zero_()
+        return torch.empty_strided(shape, self.cache.stride(), dtype=self.cache.dtype, device=self.cache.device).zero_()
 
     def _numbers(self, blocks: torch.Tensor) -> torch.Tensor:
         return blocks.contiguous().view(self.stored).float()

@@ -63,25 +63,27 @@ class PrefixTable:
         return self.trial is not None and self._shared(ids).get(self.trial.prefix.index, 0) >= self._block
 
     def begin(self, request: str, prefix: Prefix) -> None:
-        """Begin a trial, unless the index is trusted."""
-        if prefix.compared:
-            self.trial = Trial(request, prefix)
+        """Begin the trial of an index that is not trusted."""
+        self.trial = Trial(request, prefix)
 
     def trust(self, index: str) -> None:
-        """End a trial whose comparison succeeded."""
+        """Load an index without comparison from now on, and end its trial."""
         self._trusted.add(index)
-        self.trial = None
+        self.end_trial(index)
 
     def refuse(self, index: str) -> bool:
-        """Never load an index again, and end its trial. Returns False if the index is refused already."""
-        self._trusted.discard(index)
-        if self.trial is not None and self.trial.prefix.index == index:
-            self.trial = None
+        """Never load an index again, and end its trial. Returns False if the index was refused before."""
+        self.end_trial(index)
         return self._prompts.pop(index, None) is not None
 
-    def abandon(self) -> None:
-        """End a trial whose request ended before the comparison. The index stays as it was."""
-        self.trial = None
+    def end_trial(self, index: str) -> None:
+        """End the trial of an index, if it is running. Its next load begins another trial, unless it is trusted."""
+        if self.on_trial(index):
+            self.trial = None
+
+    def on_trial(self, index: str) -> bool:
+        """Whether the trial of an index is running."""
+        return self.trial is not None and self.trial.prefix.index == index
 
     def _prefix(self, name: str, shared: int, tokens: int) -> Prefix:
         if name in self._trusted:
