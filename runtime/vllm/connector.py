@@ -206,7 +206,7 @@ class SchedulerSide:
         if trial is None or _computed_after(step, trial.request) < trial.prefix.compared.stop:
             return Transfer(loads)
         self._on_trial = self.manager.get_block_ids(trial.request)[0]
-        return Transfer(loads, [self._rows(trial.prefix, trial.prefix.compared, self._on_trial)])
+        return Transfer(loads, self._rows(trial.prefix, trial.prefix.compared, self._on_trial))
 
     def judge(self, verdicts: Verdicts) -> None:
         """Trust or refuse indices by the results of their workers. Blocks of a refused index are not used again."""
