@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
 
-from openai import OpenAI
+from httpx import HTTPError
+from openai import OpenAI, OpenAIError
 
 TESTS = Path(__file__).parents[1]
 STARTED_WITHIN = 300  # seconds
@@ -72,6 +73,12 @@ class Engine:
                 cached = piece.usage.prompt_tokens_details.cached_tokens or 0
         assert first is not None
         return Reply("".join(parts), cached, first)
+
+    def ask_in_vain(self, prompt: list[int]) -> None:
+        """Ask for a long answer from a server that is killed meanwhile."""
+        with suppress(OpenAIError, HTTPError):
+            self.ask(prompt, 500)
+            raise AssertionError("the server has answered")
 
     def loaded(self) -> int:
         """Tokens that were loaded by the connector since the start, by vLLM's own measure."""
