@@ -6,7 +6,7 @@ and compare rows after it.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
 from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance
 from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
-from sparsekv.runtime.vllm.prefixes import Prefix, PrefixTable
+from sparsekv.runtime.vllm.prefixes import PrefixTable
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -52,17 +52,24 @@ FLOAT8 = {
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of an index and the blocks of the request that they are for.
+    """Rows of an index for a request.
 
     Attributes:
         manifest: the hash of the manifest that the scheduler's connector has read.
         blocks: numbers of the request's blocks, from its first token on.
+        loaded: positions of the tokens whose rows the workers load, in whole blocks.
+        compared: positions of the tokens whose computed rows the workers compare; empty for a trusted index.
     """
 
     index: str
     manifest: str
-    tokens: range
     blocks: list[int]
+    loaded: range
+    compared: range
+
+    def loaded_blocks(self, size: int) -> list[int]:
+        """Return the blocks that are loaded, of `size` tokens each."""
+        return self.blocks[self.loaded.start // size : self.loaded.stop // size]
 
 
 @dataclass
@@ -99,7 +106,7 @@ class SparseKVConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, names)
         else:
-            self._worker = WorkerSide(vllm_config, names)
+            self._worker = WorkerSide(vllm_config, kv_cache_config, names)
 
     # Called in the scheduler.
 
@@ -175,7 +182,7 @@ class SchedulerSide:
                 logger.error("index %s is not used: %s", name, error)
         self._table = PrefixTable(prompts, self._block)
         self._loads: list[Rows] = []
-        self._on_trial: list[int] = []  # blocks of the request on trial
+        self._on_trial: Rows | None = None
 
     def matched(self, request: "Request", computed: int) -> int | None:
         """Return the number of tokens to load after the `computed` ones; None if the request waits for a trial."""
@@ -194,19 +201,21 @@ class SchedulerSide:
         """Have the workers load the last `tokens` of a request's prefix before its first step."""
         prefix = self._table.longest(request.prompt_token_ids)
         assert prefix is not None
+        loaded = range(prefix.loaded - tokens, prefix.loaded)
+        rows = Rows(prefix.index, self._manifests[prefix.index], blocks, loaded, prefix.compared)
+        self._loads.append(rows)
         if prefix.compared:
             self._table.begin(request.request_id, prefix)
-            self._on_trial = blocks
-        self._loads.append(self._rows(prefix, range(prefix.loaded - tokens, prefix.loaded), blocks))
+            self._on_trial = rows
 
     def transfer(self, step: "SchedulerOutput") -> Transfer:
         """Return the loads before a step, and the comparison if the step computes the last of the compared tokens."""
         loads, self._loads = self._loads, []
-        trial = self._table.trial
-        if trial is None or _computed_after(step, trial.request) < trial.prefix.compared.stop:
+        trial, rows = self._table.trial, self._on_trial
+        if trial is None or rows is None or _computed_after(step, trial.request) < rows.compared.stop:
             return Transfer(loads)
-        self._on_trial = self.manager.get_block_ids(trial.request)[0]
-        return Transfer(loads, self._rows(trial.prefix, trial.prefix.compared, self._on_trial))
+        self._on_trial = replace(rows, blocks=self.manager.get_block_ids(trial.request)[0])
+        return Transfer(loads, self._on_trial)
 
     def judge(self, verdicts: Verdicts) -> None:
         """Trust or refuse indices by the results of their workers. Blocks of a refused index are not used again."""
@@ -227,13 +236,15 @@ class SchedulerSide:
             self._forget_blocks()
             self._table.end_trial(trial.prefix.index)
 
-    def _rows(self, prefix: Prefix, tokens: range, blocks: list[int]) -> Rows:
-        return Rows(prefix.index, self._manifests[prefix.index], tokens, blocks)
-
     def _forget_blocks(self) -> None:
-        """Remove the blocks of a trial that did not succeed from vLLM's prefix cache. They stay with their request."""
-        self.manager.evict_blocks(set(self._on_trial))
-        self._on_trial = []
+        """Remove from vLLM's prefix cache what a trial without success has loaded, and computed over it.
+
+        The blocks stay with their request.
+        """
+        if self._on_trial is not None:
+            first = self._on_trial.loaded.start // self._block
+            self.manager.evict_blocks(set(self._on_trial.blocks[first:]))
+        self._on_trial = None
 
 
 class WorkerSide:
@@ -243,9 +254,9 @@ class WorkerSide:
         names: folders of the indices.
     """
 
-    def __init__(self, config: VllmConfig, names: list[str]):
+    def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str]):
         self._config = config
-        self._block = 0
+        self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
         self._layers: dict[int, PagedLayer] = {}
         self._indices: dict[str, ArtifactShare] = {}
         self._refused: dict[str, str] = {}
@@ -259,7 +270,6 @@ class WorkerSide:
             extract_layer_index(name): (self._config.compilation_config.static_forward_context[name], cache)
             for name, cache in caches.items()
         }
-        self._block = self._config.cache_config.block_size
         dtype = self._config.model_config.dtype
         self._layers = {number: _paged(layer, cache, dtype) for number, (layer, cache) in layers.items()}
         for name in self._names:
@@ -273,9 +283,9 @@ class WorkerSide:
         for rows in transfer.loads:
             try:
                 index = self._index(rows)
-                slots = slots_of(rows.blocks, self._block, rows.tokens)
+                slots = slots_of(rows.blocks, self._block, rows.loaded)
                 for number, layer in self._layers.items():
-                    layer.load(index.context_rows(number), rows.tokens.start, slots)
+                    layer.load(index.context_rows(number), rows.loaded.start, slots)
             except (SparsekvError, OSError) as error:
                 self._fail(rows, error)
 
@@ -286,9 +296,9 @@ class WorkerSide:
             return
         try:
             index = self._index(rows)
-            slots = slots_of(rows.blocks, self._block, rows.tokens)
+            slots = slots_of(rows.blocks, self._block, rows.compared)
             distances = [
-                layer.distance(index.context_rows(number), rows.tokens, slots) for number, layer in self._layers.items()
+                layer.distance(index.context_rows(number), rows.compared, slots) for number, layer in self._layers.items()
             ]
             check_rows(index.manifest, distances, self._tolerance(index))
             self._verdicts.setdefault(rows.index, "")
@@ -314,8 +324,8 @@ class WorkerSide:
         return index
 
     def _fail(self, rows: Rows, error: Exception) -> None:
-        # Whole blocks before the last of these tokens: vLLM computes a request anew from its first failed block.
-        self._failed.update(rows.blocks[: rows.tokens.stop // self._block])
+        # vLLM computes the request anew from the first of these blocks on.
+        self._failed.update(rows.loaded_blocks(self._block))
         self._verdicts[rows.index] = str(error)
 
     def _tolerance(self, index: ArtifactShare) -> float:

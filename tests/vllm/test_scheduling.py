@@ -88,7 +88,7 @@ class Steps:
 
         comparison, bad = step.kv_connector_metadata.comparison, set[int]()
         if verdicts and any(verdicts.values()):
-            bad = set(comparison.blocks[: comparison.tokens.stop // BLOCK])
+            bad = set(comparison.loaded_blocks(BLOCK))
         meta = Verdicts(verdicts) if verdicts else None
         names = list(step.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -114,8 +114,8 @@ def steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Step
 def transferred(step: Any) -> tuple[list[range], range | None]:
     """Positions of the tokens that a step loads, for each request, and of those that it compares."""
     transfer = step.kv_connector_metadata
-    compared = None if transfer.comparison is None else transfer.comparison.tokens
-    return [rows.tokens for rows in transfer.loads], compared
+    compared = None if transfer.comparison is None else transfer.comparison.compared
+    return [rows.loaded for rows in transfer.loads], compared
 
 
 def whole(tokens: int) -> int:
@@ -189,6 +189,32 @@ def test_a_refused_index_is_computed_by_vllm_from_the_first_token(
     assert sum(step.num_scheduled_tokens.values()) == 512
     run.end(step)
     assert run.texts["first"] == [7]
+
+
+def test_a_late_refusal_is_computed_from_the_first_token_too(
+    steps: Callable[[int], Steps], document: list[int]
+) -> None:
+    run = steps(5)
+    run.ask("first", [*document, 1, 2, 3])
+    run.end(run.begin())
+    run.end(run.begin(), REFUSED)
+    step = run.begin()
+    assert step.num_scheduled_tokens == {"first": 5}
+    assert run.scheduler.requests["first"].num_computed_tokens == 5
+
+
+def test_blocks_that_vllm_has_computed_itself_are_kept(steps: Callable[[int], Steps], document: list[int]) -> None:
+    """Another request, which is still running, has the first block, too."""
+    run, loaded = steps(512), whole(len(document) - 8)
+    run.ask("short", document[:20])
+    run.end(run.begin())
+    run.ask("first", [*document, 1, 2, 3])
+    step = run.begin()
+    assert transferred(step) == ([range(BLOCK, loaded)], range(loaded, loaded + 8))
+    run.end(step, REFUSED)
+    assert run.texts == {"short": [7, 7]}
+    step = run.begin()
+    assert step.num_scheduled_tokens == {"short": 1, "first": len(document) + 3 - BLOCK}
 
 
 @pytest.mark.parametrize("budget", [5, 512])
