@@ -298,7 +298,8 @@ class WorkerSide:
             index = self._index(rows)
             slots = slots_of(rows.blocks, self._block, rows.compared)
             distances = [
-                layer.distance(index.context_rows(number), rows.compared, slots) for number, layer in self._layers.items()
+                layer.distance(index.context_rows(number), rows.compared, slots)
+                for number, layer in self._layers.items()
             ]
             check_rows(index.manifest, distances, self._tolerance(index))
             self._verdicts.setdefault(rows.index, "")

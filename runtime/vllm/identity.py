@@ -71,16 +71,22 @@ def check_continuable(manifest: Manifest) -> None:
         raise ArtifactError("its RoPE frequencies depend on the length of a sequence; use `serve`")
 
 
+FACTOR = 2
+"""Factor by which the tolerance for an engine's rows exceeds that of logits. Rounding errors add up over layers.
+
+On the embedded model, wrong heads in one of 30 layers change the next tokens' rows by 14%, and bfloat16 by 1.3%.
+"""
+
+
 def row_tolerance(manifest: Manifest, dtype: torch.dtype, *, rounded: bool) -> float:
     """Return the largest relative distance of computed rows from the index's rows that counts as rounding.
 
     Args:
         dtype: dtype of the engine's model.
-        rounded: the engine stores keys and values in another dtype than the model's.
+        rounded: the engine stores keys and values in another dtype than the model's, so in fewer bits.
     """
-    exact = manifest.kv_storage is None
-    tolerance = probe_tolerance(manifest, dtype, over_exact=not exact)
-    return ROW_TOLERANCE * (max(tolerance, PROBE_TOLERANCE[COARSEST]) if rounded else tolerance)
+    tolerance = probe_tolerance(manifest, dtype, over_exact=manifest.kv_storage is not None)
+    return ROW_TOLERANCE * max(tolerance, PROBE_TOLERANCE[COARSEST]) if rounded else FACTOR * tolerance
 
 
 def check_rows(manifest: Manifest, distances: list[float], tolerance: float) -> None:
