@@ -82,14 +82,21 @@ class Transfer(KVConnectorMetadata):
 
 @dataclass
 class Verdicts(KVConnectorWorkerMetadata):
-    """Results of a step by index: the reason why the index is refused, or an empty text after a good comparison."""
+    """Results of a step.
 
-    reasons: dict[str, str]
+    Attributes:
+        accepted: the distance of the compared rows, by index.
+        refused: the reason by index.
+    """
+
+    accepted: dict[str, float]
+    refused: dict[str, str]
 
     def aggregate(self, other: "Verdicts") -> "Verdicts":
-        """Join the results of two workers; a refusal by one of them counts."""
-        names = self.reasons.keys() | other.reasons.keys()
-        return Verdicts({name: self.reasons.get(name) or other.reasons.get(name, "") for name in names})
+        """Join the results of two workers: the larger distance, and a refusal by either."""
+        names = self.accepted.keys() | other.accepted.keys()
+        accepted = {name: max(self.accepted.get(name, 0.0), other.accepted.get(name, 0.0)) for name in names}
+        return Verdicts(accepted, other.refused | self.refused)
 
 
 class SparseKVConnector(KVConnectorBase_V1):
@@ -219,15 +226,15 @@ class SchedulerSide:
 
     def judge(self, verdicts: Verdicts) -> None:
         """Trust or refuse indices by the results of their workers. Blocks of a refused index are not used again."""
-        for name, reason in verdicts.reasons.items():
-            if not reason:
-                self._table.trust(name)
-                logger.info("index %s is trusted: rows computed over it equal its own", name)
-                continue
+        for name, reason in verdicts.refused.items():
             if self._table.on_trial(name):
                 self._forget_blocks()
             if self._table.refuse(name):
                 logger.error("index %s is not used any more: %s", name, reason)
+        for name, distance in verdicts.accepted.items():
+            if name not in verdicts.refused:
+                self._table.trust(name)
+                logger.info("index %s is trusted: rows computed over it are %.4f%% from its own", name, 100 * distance)
 
     def finish(self, request: str) -> None:
         """End the trial of a request that ended before the comparison, so that no other request shares its blocks."""
@@ -262,7 +269,7 @@ class WorkerSide:
         self._refused: dict[str, str] = {}
         self._names = names
         self._failed = set[int]()
-        self._verdicts: dict[str, str] = {}
+        self._verdicts = Verdicts({}, {})
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
         """Find the attention layers of vLLM's caches, and open the indices with this worker's heads."""
@@ -301,8 +308,7 @@ class WorkerSide:
                 layer.distance(index.context_rows(number), rows.compared, slots)
                 for number, layer in self._layers.items()
             ]
-            check_rows(index.manifest, distances, self._tolerance(index))
-            self._verdicts.setdefault(rows.index, "")
+            self._verdicts.accepted[rows.index] = check_rows(index.manifest, distances, self._tolerance(index))
         except (SparsekvError, OSError) as error:
             self._fail(rows, error)
 
@@ -313,8 +319,8 @@ class WorkerSide:
 
     def take_verdicts(self) -> Verdicts | None:
         """Return the results since the last call."""
-        verdicts, self._verdicts = self._verdicts, {}
-        return Verdicts(verdicts) if verdicts else None
+        verdicts, self._verdicts = self._verdicts, Verdicts({}, {})
+        return verdicts if verdicts.accepted or verdicts.refused else None
 
     def _index(self, rows: Rows) -> ArtifactShare:
         index = self._indices.get(rows.index)
@@ -327,7 +333,7 @@ class WorkerSide:
     def _fail(self, rows: Rows, error: Exception) -> None:
         # vLLM computes the request anew from the first of these blocks on.
         self._failed.update(rows.loaded_blocks(self._block))
-        self._verdicts[rows.index] = str(error)
+        self._verdicts.refused[rows.index] = str(error)
 
     def _tolerance(self, index: ArtifactShare) -> float:
         layer = next(iter(self._layers.values()))

@@ -89,13 +89,16 @@ def row_tolerance(manifest: Manifest, dtype: torch.dtype, *, rounded: bool) -> f
     return ROW_TOLERANCE * max(tolerance, PROBE_TOLERANCE[COARSEST]) if rounded else FACTOR * tolerance
 
 
-def check_rows(manifest: Manifest, distances: list[float], tolerance: float) -> None:
-    """Raise ArtifactError if rows that an engine computed over loaded rows differ from the index's beyond rounding.
+def check_rows(manifest: Manifest, distances: list[float], tolerance: float) -> float:
+    """Return the largest distance of rows that an engine computed over loaded rows from the index's rows.
 
-    With int8 rows the median over layers counts, because rounding may route a token to another expert.
+    With int8 rows the median over layers is returned, because rounding may route a token to another expert.
 
     Args:
         distances: relative distance of the computed rows, for each layer.
+
+    Raises:
+        ArtifactError: the distance is larger than the tolerance.
     """
     found = torch.tensor(distances)
     off = float(found.amax() if manifest.kv_storage is None else found.median())
@@ -105,6 +108,7 @@ def check_rows(manifest: Manifest, distances: list[float], tolerance: float) -> 
             f"and rounding explains {tolerance:.1%}: its files are damaged (see `sparsekv inspect --verify`), or this "
             f"engine attends differently than the model of the build; {REBUILD}"
         )
+    return off
 
 
 def _quiet(text: str) -> None:

@@ -16,8 +16,7 @@ from sparsekv.formats.index.reader import Artifact
 pytestmark = pytest.mark.vllm
 
 BLOCK, BLOCKS = 16, 200
-TRUSTED = {"doc.skv": ""}
-REFUSED = {"doc.skv": "rows differ"}
+ACCEPTED, REFUSED = {"doc.skv": 1e-6}, {"doc.skv": "rows differ"}
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +79,16 @@ class Steps:
         """Schedule a step."""
         return self.scheduler.schedule()
 
-    def end(self, step: Any, verdicts: dict[str, str] | None = None) -> None:
+    def end(self, step: Any, accepted: dict[str, float] | None = None, refused: dict[str, str] | None = None) -> None:
         """Give the scheduler the workers' results: token 7 for each request whose prompt is computed."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from sparsekv.runtime.vllm.connector import Verdicts
 
         comparison, bad = step.kv_connector_metadata.comparison, set[int]()
-        if verdicts and any(verdicts.values()):
+        if refused:
             bad = set(comparison.loaded_blocks(BLOCK))
-        meta = Verdicts(verdicts) if verdicts else None
+        meta = Verdicts(accepted or {}, refused or {}) if accepted or refused else None
         names = list(step.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [[7] if requests[name].num_computed_tokens >= requests[name].num_tokens else [] for name in names]
@@ -133,7 +132,7 @@ def test_the_first_request_is_compared_and_others_wait_for_it(
     assert transferred(step) == ([range(loaded)], range(loaded, loaded + 8))
     assert set(step.num_scheduled_tokens) == {"first", "other"}
     assert step.num_scheduled_tokens["first"] == len(document) + 3 - loaded
-    run.end(step, TRUSTED)
+    run.end(step, ACCEPTED)
     step = run.begin()
     assert "second" in step.num_scheduled_tokens
     assert transferred(step) == ([], None)  # the blocks of the first request are vLLM's own now
@@ -148,7 +147,7 @@ def test_a_trusted_index_is_loaded_up_to_its_last_whole_block(
     run = steps(512)
     run.ask("first", document)
     step = run.begin()
-    run.end(step, TRUSTED)
+    run.end(step, ACCEPTED)
     run.scheduler.finish_requests("first", _aborted())
     run.scheduler.reset_prefix_cache()
     run.ask("second", [*document[:200], *[9] * 100])
@@ -170,7 +169,7 @@ def test_a_step_of_few_tokens_is_compared_when_all_of_them_are_computed(
     step = run.begin()
     assert transferred(step) == ([], range(loaded, loaded + 8))
     assert set(step.num_scheduled_tokens) == {"first"}
-    run.end(step, TRUSTED)
+    run.end(step, ACCEPTED)
 
 
 def test_a_refused_index_is_computed_by_vllm_from_the_first_token(
@@ -180,7 +179,7 @@ def test_a_refused_index_is_computed_by_vllm_from_the_first_token(
     run.ask("first", [*document, 1, 2, 3])
     run.ask("second", [*document, 4])
     step = run.begin()
-    run.end(step, REFUSED)
+    run.end(step, refused=REFUSED)
     assert "first" not in run.texts
     step = run.begin()
     assert transferred(step) == ([], None)
@@ -197,7 +196,7 @@ def test_a_late_refusal_is_computed_from_the_first_token_too(
     run = steps(5)
     run.ask("first", [*document, 1, 2, 3])
     run.end(run.begin())
-    run.end(run.begin(), REFUSED)
+    run.end(run.begin(), refused=REFUSED)
     step = run.begin()
     assert step.num_scheduled_tokens == {"first": 5}
     assert run.scheduler.requests["first"].num_computed_tokens == 5
@@ -211,7 +210,7 @@ def test_blocks_that_vllm_has_computed_itself_are_kept(steps: Callable[[int], St
     run.ask("first", [*document, 1, 2, 3])
     step = run.begin()
     assert transferred(step) == ([range(BLOCK, loaded)], range(loaded, loaded + 8))
-    run.end(step, REFUSED)
+    run.end(step, refused=REFUSED)
     assert run.texts == {"short": [7, 7]}
     step = run.begin()
     assert step.num_scheduled_tokens == {"short": 1, "first": len(document) + 3 - BLOCK}
@@ -249,8 +248,17 @@ def _aborted() -> Any:
 def test_workers_refuse_an_index_together() -> None:
     from sparsekv.runtime.vllm.connector import Verdicts
 
-    joined = Verdicts({"a": "", "b": ""}).aggregate(Verdicts({"a": "differs", "c": ""}))
-    assert joined.reasons == {"a": "differs", "b": "", "c": ""}
+    joined = Verdicts({"a": 0.1, "b": 0.2}, {}).aggregate(Verdicts({"b": 0.3}, {"a": "differs", "c": "differs"}))
+    assert joined == Verdicts({"a": 0.1, "b": 0.3}, {"a": "differs", "c": "differs"})
+
+
+def test_an_index_that_one_worker_refuses_is_refused(steps: Callable[[int], Steps], document: list[int]) -> None:
+    run = steps(512)
+    run.ask("first", [*document, 1, 2, 3])
+    run.end(run.begin(), ACCEPTED, REFUSED)
+    run.scheduler.finish_requests("first", _aborted())
+    run.ask("second", document)
+    assert transferred(run.begin()) == ([], None)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_rows_that_an_engine_would_continue_otherwise_are_refused(
 def test_one_layer_that_differs_is_refused_and_rounding_is_not() -> None:
     exact = small_manifest()
     tolerance = row_tolerance(exact, torch.float32, rounded=False)
-    check_rows(exact, [1e-5, 1e-3, 1e-4], tolerance)
+    assert check_rows(exact, [1e-5, 1e-3, 1e-4], tolerance) == pytest.approx(1e-3)
     for off in (0.01, float("nan")):
         with pytest.raises(ArtifactError, match="the engine computes keys and values"):
             check_rows(exact, [1e-5, 1e-5, off], tolerance)
@@ -121,6 +121,6 @@ def test_a_coarser_dtype_of_engine_or_storage_allows_its_own_rounding() -> None:
     ]
     assert allowed == pytest.approx([0.002, 0.1, 0.2, 0.1])
     # Rounding may route the tokens of one layer to another expert.
-    check_rows(in_8_bits, [0.01, 0.02, 0.9], allowed[3])
+    assert check_rows(in_8_bits, [0.01, 0.02, 0.9], allowed[3]) == pytest.approx(0.02)
     with pytest.raises(ArtifactError):
         check_rows(in_8_bits, [0.01, 0.9, 0.9], allowed[3])
