@@ -26,9 +26,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
-from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
-from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance
+from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance, share_of
 from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
 from sparsekv.runtime.vllm.prefixes import PrefixTable
 
@@ -279,9 +278,11 @@ class WorkerSide:
         }
         dtype = self._config.model_config.dtype
         self._layers = {number: _paged(layer, cache, dtype) for number, (layer, cache) in layers.items()}
+        shapes = {number: (layer.num_kv_heads, layer.head_size) for number, (layer, _) in layers.items()}
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         for name in self._names:
             try:
-                self._indices[name] = _share(Artifact(Path(name)), {number: one for number, (one, _) in layers.items()})
+                self._indices[name] = share_of(Artifact(Path(name)), rank, size, shapes)
             except SparsekvError as error:  # the scheduler's connector logs it
                 self._refused[name] = str(error)
 
@@ -388,24 +389,3 @@ def _paged(layer: torch.nn.Module, cache: torch.Tensor, dtype: torch.dtype) -> P
     if stored is None:
         raise UsageError(f"SparseKVConnector does not support --kv-cache-dtype {layer.kv_cache_dtype}; use auto or fp8")
     return PagedLayer(cache, partial(write, layer), dtype, stored)
-
-
-def _share(whole: Artifact, layers: dict[int, Attention]) -> ArtifactShare:
-    """Return the part of an index that has this worker's heads.
-
-    Raises:
-        ArtifactError: layers, heads or channels are not those of the index.
-    """
-    own = {number: int(layer.num_kv_heads) for number, layer in layers.items()}
-    wrong = ArtifactError(f"{whole.folder} has other layers, heads or channels than vLLM's model; {REBUILD}")
-    if not own.keys() <= whole.manifest.attending.keys():
-        raise wrong
-    heads, _ = whole.heads_and_channels(min(own))
-    size = get_tensor_model_parallel_world_size()
-    # With more workers than heads, several workers have the same head.
-    parts = min(size, heads)
-    number = get_tensor_model_parallel_rank() * parts // size
-    share = ArtifactShare(whole, number, parts, own)
-    if any(share.heads_and_channels(one)[1] != layer.head_size for one, layer in layers.items()):
-        raise wrong
-    return share

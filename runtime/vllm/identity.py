@@ -1,5 +1,6 @@
 """Check that an index fits a model as an engine serves it, and that its rows can be loaded into a paged KV cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import torch
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index.identity import check_model, check_tokenizer, identify_model
 from sparsekv.formats.index.manifest import COARSEST, PROBE_TOLERANCE, REBUILD, ROW_TOLERANCE, probe_tolerance
+from sparsekv.formats.index.reader import Artifact, ArtifactShare
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.load import identify, load_description, load_model, tokenizer_identity
 from sparsekv.formats.models.rope import rope_depends_on_length
@@ -69,6 +71,31 @@ def check_continuable(manifest: Manifest) -> None:
         )
     if rope_depends_on_length(manifest.model.kv_config.get("rope_parameters")):
         raise ArtifactError("its RoPE frequencies depend on the length of a sequence; use `serve`")
+
+
+def share_of(whole: Artifact, rank: int, size: int, shapes: Mapping[int, tuple[int, int]]) -> ArtifactShare:
+    """Return the part of an index that has the KV heads of one of an engine's tensor-parallel workers.
+
+    With more workers than heads, several workers have the same head.
+
+    Args:
+        rank: number of the worker, from 0 to `size` - 1.
+        shapes: KV heads and channels of the layers that the worker has, by layer.
+
+    Raises:
+        ArtifactError: layers, heads or channels are not those of the index.
+    """
+    wrong = ArtifactError(f"it has other layers, heads or channels than the engine's model; {REBUILD}")
+    if not shapes.keys() <= whole.manifest.attending.keys():
+        raise wrong
+    own = {}
+    for layer in whole.manifest.attending:
+        heads, channels = whole.heads_and_channels(layer)
+        own[layer] = heads // min(size, heads)
+        if shapes.get(layer, (own[layer], channels)) != (own[layer], channels):
+            raise wrong
+    parts = min(size, heads)
+    return ArtifactShare(whole, rank * parts // size, parts, own)
 
 
 FACTOR = 2

@@ -10,9 +10,9 @@ from support.tiny_models import save_tiny, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparsekv.formats.errors import ArtifactError, IdentityError
-from sparsekv.formats.index.manifest import read_manifest
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import KVStorage, Manifest, PrefillRecord
-from sparsekv.runtime.vllm.identity import ServedModel, check_rows, identify_served, row_tolerance
+from sparsekv.runtime.vllm.identity import ServedModel, check_rows, identify_served, row_tolerance, share_of
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +21,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    folder = tmp_path_factory.mktemp("index") / "small.skv"
-    build_small(folder)
-    return read_manifest(folder)
+def index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return build_small(tmp_path_factory.mktemp("index") / "small.skv").artifact
+
+
+@pytest.fixture(scope="module")
+def manifest(index: Artifact) -> Manifest:
+    return index.manifest
 
 
 def served(model: Path, tokenizer: Path | None = None, rounding: str | None = None, **overrides: object) -> ServedModel:
@@ -124,3 +127,19 @@ def test_a_coarser_dtype_of_engine_or_storage_allows_its_own_rounding() -> None:
     assert check_rows(in_8_bits, [0.01, 0.02, 0.9], allowed[3]) == pytest.approx(0.02)
     with pytest.raises(ArtifactError):
         check_rows(in_8_bits, [0.01, 0.9, 0.9], allowed[3])
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "heads"), [(0, 1, (0, 1)), (0, 2, (0,)), (1, 2, (1,)), (1, 4, (0,)), (2, 4, (1,)), (3, 4, (1,))]
+)
+def test_each_worker_reads_its_own_heads(index: Artifact, rank: int, size: int, heads: tuple[int, ...]) -> None:
+    """Two heads of 16 channels. A worker of a pipeline has some of the layers."""
+    share = share_of(index, rank, size, {1: (len(heads), 16)})
+    for part, whole in zip(share.context(1), index.context(1), strict=True):
+        assert torch.equal(part, whole[list(heads)])
+
+
+@pytest.mark.parametrize("shapes", [{0: (2, 32)}, {0: (1, 16)}, {9: (2, 16)}], ids=["channels", "heads", "layer"])
+def test_another_shape_of_the_engines_layers_is_refused(index: Artifact, shapes: dict[int, tuple[int, int]]) -> None:
+    with pytest.raises(ArtifactError, match="other layers, heads or channels"):
+        share_of(index, 0, 1, shapes)
