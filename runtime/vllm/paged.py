@@ -1,0 +1,86 @@
+"""Write rows of an index into a paged KV cache, and compare rows that the engine has written with the index's rows.
+
+The layout of a cache's blocks depends on backend, CPU and dtype. Nothing here knows it: rows are written by the
+engine's own function, and a comparison writes the expected rows with that function too.
+
+In shapes, B is the number of blocks, N of tokens in a block, Hk of KV heads, D of a head's channels, T of some tokens,
+and C of a token's numbers in a block.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from sparsekv.formats.index.context_rows import PIECE, ContextRows, Pair
+
+Write: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes keys and values [T, Hk, D] into a cache [B, Hk, N, C] at slots [T]. A slot is block * N + token in block."""
+
+
+@dataclass(frozen=True)
+class PagedLayer:
+    """A layer's paged KV cache.
+
+    Attributes:
+        cache: [B, Hk, N, C], of any strides.
+        write: the engine's own function that stores keys and values in this cache.
+        dtype: dtype of the keys and values that `write` takes.
+        stored: dtype of the cache's numbers, which may be kept in a cache of bytes.
+    """
+
+    cache: torch.Tensor
+    write: Write
+    dtype: torch.dtype
+    stored: torch.dtype
+
+    def load(self, rows: ContextRows, first: int, slots: torch.Tensor) -> None:
+        """Write the rows of the tokens from `first` on, one for each slot. Allocates PIECE rows at a time."""
+        for start in range(0, len(slots), PIECE):
+            piece = slots[start : start + PIECE]
+            tokens = slice(first + start, first + start + len(piece))
+            self.write(*self._rows(rows, tokens), self.cache, piece.to(self.cache.device))
+
+    def distance(self, rows: ContextRows, tokens: range, slots: torch.Tensor) -> float:
+        """Compare the engine's own rows in some slots with the rows of an index.
+
+        Returns:
+            The norm of the difference relative to the norm of the index's rows, both as stored in the cache.
+        """
+        size = self.cache.shape[2]
+        blocks, local = torch.unique(slots // size, return_inverse=True)
+        own = self.cache.index_select(0, blocks.to(self.cache.device))
+        local_slots = (local * size + slots % size).to(self.cache.device)
+        expected = self._rows(rows, slice(tokens.start, tokens.stop))
+        # All other numbers of the blocks are equal in the first pair of tensors, and zero in the last tensor.
+        replaced, alone = self._scratch(len(blocks)), self._scratch(len(blocks))
+        replaced.copy_(own)
+        for scratch in (replaced, alone):
+            self.write(*expected, scratch, local_slots)
+        difference = (self._numbers(replaced) - self._numbers(own)).norm()
+        return float(difference / self._numbers(alone).norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+    def _rows(self, rows: ContextRows, tokens: slice) -> Pair:
+        """Return keys and values [T, Hk, D] in the dtype and on the device of the cache's engine."""
+        keys, values = (one.to(self.cache.device, self.dtype).transpose(0, 1).contiguous() for one in rows.part(tokens))
+        return keys, values
+
+    def _scratch(self, blocks: int) -> torch.Tensor:
+        """Return zeros [blocks, Hk, N, C] with the strides of the cache."""
+        shape = (blocks, *self.cache.shape[1:])
+        return torch.empty_strided(shape, self.cache.stride(), dtype=self.cache.dtype, device=self.cache.device).zero_()
+
+    def _numbers(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.contiguous().view(self.stored).float()
+
+
+def slots_of(blocks: Sequence[int], size: int, tokens: range) -> torch.Tensor:
+    """Return the slots [T] int64 of a request's tokens.
+
+    Args:
+        blocks: numbers of the request's blocks, from its first token on.
+        size: tokens of a block.
+    """
+    positions = torch.arange(tokens.start, tokens.stop)
+    return torch.tensor(blocks)[positions // size] * size + positions % size
