@@ -207,7 +207,7 @@ class EvalOptions:
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Also write each answer with its score, a line of JSON for each question and row.",
+            help="Also write every answer with its score: a line of JSON for each question, method and budget.",
         ),
     ] = None
     ray: RayOption = None
