@@ -70,8 +70,11 @@ def load_and_open(
             f"--weights {weights}: the index was built with {manifest.model.weights or ORIGINAL} weights; leave the "
             f"option out, or build the index again with --weights {weights}"
         )
-    if ranks is not None:
-        refuse_rounded(manifest.model.weights, ranks.size)
+    if ranks is not None and ranks.size > 1 and manifest.model.weights is not None:
+        raise UsageError(
+            f"--gpus {ranks.size}: the index was built with --weights {manifest.model.weights}, and rounded weights are "
+            "not split over ranks; leave --gpus out, or build the index again without --weights"
+        )
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
     if ranks is not None and ranks.size > 1:
@@ -169,9 +172,3 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     if loaded.model.device.type == "cuda":
         torch.cuda.empty_cache()
     return replace(loaded, weights=weights, weights_hash=before)
-
-
-def refuse_rounded(weights: Weights | None, ranks: int) -> None:
-    """Raise UsageError for rounded weights on several ranks, because a rank has only rows or columns of a layer."""
-    if weights is not None and ranks > 1:
-        raise UsageError(f"--weights {weights} is for one GPU: leave --gpus out, or use the checkpoint's weights")
