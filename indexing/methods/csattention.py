@@ -128,7 +128,7 @@ class CSAttentionIndexer(Indexer):
         if head_dim % self.subspace_size:
             raise UsageError(
                 f"--subspace-size {self.subspace_size}: the model's heads have {head_dim} channels; give a divisor of "
-                "that"
+                f"{head_dim}"
             )
 
     @property

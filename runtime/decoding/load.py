@@ -72,8 +72,8 @@ def load_and_open(
         )
     if ranks is not None and ranks.size > 1 and manifest.model.weights is not None:
         raise UsageError(
-            f"--gpus {ranks.size}: the index was built with --weights {manifest.model.weights}, and rounded weights are "
-            "not split over ranks; leave --gpus out, or build the index again without --weights"
+            f"--gpus {ranks.size}: the index was built with --weights {manifest.model.weights}, and rounded weights "
+            "are not split over ranks; leave --gpus out, or build the index again without --weights"
         )
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
