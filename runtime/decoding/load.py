@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import LEAVE_OUT, UsageError
 from sparsekv.formats.index.identity import ORIGINAL, fingerprint_weights
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO, Weights, layer_file, weights_named
@@ -160,11 +160,11 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     from sparsekv.formats.models.quantised import checkpoint_of  # the module imports transformers
 
     if checkpoint_of(loaded.model) is not None:
-        raise UsageError(f"--weights {weights}: model '{loaded.name}' is quantised already; leave the option out")
+        raise UsageError(f"--weights {weights}: model '{loaded.name}' is quantised already; {LEAVE_OUT}")
     before = fingerprint_weights(loaded.model.state_dict().items())
     share = quantise_linears(loaded.model, BITS[weights])
     if not share:
-        raise UsageError(f"--weights {weights}: model '{loaded.name}' has no linear layers; leave the option out")
+        raise UsageError(f"--weights {weights}: model '{loaded.name}' has no linear layers; {LEAVE_OUT}")
     if share < MOST_ROUNDED:
         progress(
             f"--weights {weights} rounds {share:.0%} of the weights: those of experts and routers stay as they are"
