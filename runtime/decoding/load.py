@@ -61,8 +61,9 @@ def load_and_open(
     Raises:
         SparsekvError: no model is given, and the user has never named the model that the index names.
         UsageError: the model, device or dtype does not exist, the index was built with weights of another precision, or
-            several ranks share a model whose weights are rounded.
+            several ranks open an index that was built with rounded weights.
         IdentityError: the index does not belong to this model.
+        ArtifactError: the index's tensors do not fit the model, or are damaged.
     """
     manifest = artifact.manifest
     if weights_named(weights) not in (None, manifest.model.weights):

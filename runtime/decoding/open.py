@@ -404,6 +404,7 @@ class OpenIndex:
 
         Raises:
             IdentityError: logits or rows differ beyond rounding, so the index was built with another model or mask.
+            ArtifactError: the stored state differs beyond rounding, or tensors have other sizes than the model's.
             SparsekvError: the rows do not fit on the GPU.
         """
         if hold:
