@@ -53,8 +53,8 @@ class BenchOptions:
         ),
     ] = None
     steps: StepOptions
-    heads: Annotated[int | None, typer.Option(help="Query heads. Default: 9; CUDA: 32.")] = None
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads. Default: 3; CUDA: 8.")] = None
+    heads: Annotated[int | None, typer.Option(help="Number of query heads. Default: 9; CUDA: 32.")] = None
+    kv_heads: Annotated[int | None, typer.Option(help="Number of KV heads. Default: 3; CUDA: 8.")] = None
     head_dim: Annotated[int | None, typer.Option(help="Channels per head. Default: 64; CUDA: 128.")] = None
     index: Annotated[
         Path | None,

@@ -12,6 +12,7 @@ from sparsekv.cli.common.console import progress, say
 from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
     ENCODING_HELP,
+    TAIL_HELP,
     BuildWeightsOption,
     ChunkSizeOption,
     DeviceOption,
@@ -21,6 +22,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     RayOption,
     RopeScalingOption,
+    SinksOption,
     SpecialTokensOption,
     WorkersOption,
     check_ray,
@@ -120,13 +122,10 @@ class BuildOptions:
         typer.Option(metavar="NAME", help=f"{ENCODING_HELP} In a folder, other encodings are detected by default."),
     ] = UTF_8
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Index only the document's first N tokens.")] = None
-    sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10
+    sinks: SinksOption = 10
     tail: Annotated[
         int,
-        typer.Option(
-            help="Last tokens of the prompt: always attended, never indexed. Their queries are held out, to calibrate "
-            "on and to measure with."
-        ),
+        typer.Option(help=f"{TAIL_HELP} Their queries are held out, to calibrate on and to measure with."),
     ] = 128
     chunk_size: ChunkSizeOption = None
     checkpoints: Annotated[

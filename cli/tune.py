@@ -142,8 +142,8 @@ def tune(options: TuneOptions) -> None:
     The cheapest setting is the one that reads the fewest keys and values. With --cheapest time it is the fastest one on
     this machine: among each method's settings that meet the target and read least, the time of a step is measured.
     Neither way counts right answers, which `eval` does. Settings are searched on one half of the document's tail and
-    verified on the other; if the other half misses the target, the search is repeated with a tighter target. That takes
-    some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less. `generate` uses the
+    verified on the other; if the other half misses the target, the search is repeated with a stricter target. That
+    takes some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less. `generate` uses the
     default when it is given no --method, --budget, --residual or option of a method. --model, --dtype and --weights are
     for --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
 

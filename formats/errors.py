@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 NEAR = 70.0
 """The lowest similarity (0 to 100) at which a name is suggested: one or two letters of a word differ."""
+LEAVE_OUT = "leave the option out, or give --model the index's own model if the index was built with this option"
+"""Remedy for a model that does not support a build option, which may come from the command line or from the index."""
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:

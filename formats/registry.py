@@ -40,8 +40,8 @@ class Registry(Generic[T]):
         """Return all entries by name, sorted.
 
         Raises:
-            UsageError: an entry of an installed package cannot be loaded, has the wrong base class, or has a name that
-                is taken.
+            UsageError: an entry of an installed package cannot be loaded, has the wrong base class, lacks a function,
+                has a field that cannot be an option, or has a name that is taken.
         """
         if not self.found:
             package = importlib.import_module(self.package)

@@ -21,7 +21,7 @@ from sparsekv.formats.models.find import fetch
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.runtime.decoding.early import EarlyReading
-from sparsekv.runtime.decoding.load import load_and_open, refuse_rounded, with_weights
+from sparsekv.runtime.decoding.load import load_and_open, with_weights
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.selection.registry import methods
 
@@ -42,7 +42,7 @@ def load(
     """Load a model and its tokenizer, or the embedded model if `name` is None.
 
     A model that the user names here is trusted later too, when only an index names it. Raises the errors of
-    `load_model` and of `with_weights`.
+    `load_model` and of `with_weights`, and UsageError for rounded weights on several ranks.
 
     Args:
         weights: the precision to which the weights of linear layers are rounded; None for the checkpoint's weights.
@@ -52,7 +52,8 @@ def load(
     _refuse_method(name)
     progress, name_or_own = partial(note, quiet=quiet), EMBEDDED if name is None else name
     if ranks is not None:
-        refuse_rounded(weights, ranks.size)
+        if weights is not None and ranks.size > 1:
+            raise UsageError(f"--weights {weights} cannot be combined with --gpus; leave one of them out")
         _fetch_once(name_or_own, progress, ranks)
     with waiting(f"loading {name_or_own}", quiet=quiet):
         loaded = load_model(

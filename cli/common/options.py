@@ -242,6 +242,11 @@ ENCODING_HELP = (
     "Encoding of the text: utf-8, utf-16, latin-1, cp1252, ... (Python's names). UTF-16 and UTF-32 are also recognised "
     "by a byte order mark."
 )
+TAIL_HELP = "Number of tokens at the end of the prompt that are always attended and never indexed."
+SinksOption = Annotated[
+    int,
+    typer.Option(help="Number of tokens at the beginning of the prompt that are always attended and never indexed."),
+]
 EncodingOption = Annotated[str, typer.Option(metavar="NAME", help=ENCODING_HELP)]
 ChunkSizeOption = Annotated[
     int | None,

@@ -13,10 +13,10 @@ if TYPE_CHECKING:  # the modules import transformers, which recall-report does n
 
 
 def stored_line(manifest: Manifest) -> str | None:
-    """Describe the error that int8 keys and values cause in dense attention's output, and the tokens it was measured
-    on.
+    """Describe the error that int8 keys and values cause in dense attention's output.
 
-    None if keys and values are stored in the index's dtype.
+    If the error was measured on an earlier text, the line also has the number of that text's tokens. None if keys and
+    values are stored in the index's dtype.
     """
     storage = manifest.kv_storage
     if storage is None:

@@ -194,7 +194,7 @@ def index_path(value: str, file: ProjectFile, where: str) -> str:
 
     Raises:
         UsageError: the index is not below the file's folder, also if a link leads out of the folder. The author of the
-            file must not choose which of the user's indices is changed.
+            file must not choose an index elsewhere on the user's disk.
     """
     folder = file.path.parent
     # The path is normalised before the check. The system would read `link/../index` from the link's target.

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.common.options import (
+    TAIL_HELP,
     BuildWeightsOption,
     ChunkSizeOption,
     EncodingOption,
@@ -16,6 +17,7 @@ from sparsekv.cli.common.options import (
     RayOption,
     RopeScalingOption,
     RunOptions,
+    SinksOption,
     WorkersOption,
     check_ray,
     names_of,
@@ -178,8 +180,8 @@ class EvalOptions:
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: the task's.")
     ] = None
-    sinks: Annotated[int, typer.Option(help="First tokens of the prompt: always attended, never indexed.")] = 10
-    tail: Annotated[int, typer.Option(help="Last tokens of the prompt: always attended, never indexed.")] = 128
+    sinks: SinksOption = 10
+    tail: Annotated[int, typer.Option(help=TAIL_HELP)] = 128
     kv_dtype: KVDtypeOption = AUTO
     chunk_size: ChunkSizeOption = None
     rope_scaling: RopeScalingOption = None

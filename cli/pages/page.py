@@ -175,7 +175,7 @@ def _joined(names: tuple[str, ...]) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the source expression of a content security policy that allows an element with exactly this text."""
+    """Return the hash, without quotes, by which a content security policy allows an element with exactly this text."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

@@ -286,8 +286,8 @@ class Artifact:
             return {}
         if tokens not in self.manifest.states:
             raise UsageError(
-                f"the model has layers with a state, and {self.folder} stores no state after {tokens:,} tokens; give "
-                f"one of these numbers of tokens: {', '.join(f'{one:,}' for one in self.manifest.states)}"
+                f"the model has layers with a state, and {self.folder} stores no state after {tokens:,} tokens; states "
+                f"are stored after {', '.join(f'{one:,}' for one in self.manifest.states)} tokens"
             )
         return self.tensors(state_file(tokens), device)
 

@@ -276,7 +276,10 @@ class SourceFile(Record):
 
 
 class Prompt(Record):
-    """The fixed prompt, by its hashes. `block_hashes` is chained: entry i covers the first 256 (i + 1) tokens."""
+    """The fixed prompt: its hashes, its chat frame, and the files and pages that its tokens come from.
+
+    `block_hashes` is chained: entry i covers the first 256 (i + 1) tokens.
+    """
 
     text_sha256: str
     ids_sha256: Sha256

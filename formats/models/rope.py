@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import LEAVE_OUT, UsageError
 
 STRETCHED = ("linear", "llama3", "longrope", "yarn")
 """RoPE types whose `factor` times the original number of positions is a model's number of positions."""
@@ -140,10 +140,10 @@ def _plain_rope(config: "PreTrainedConfig") -> dict[str, Any]:
     if any(isinstance(entry, dict) for entry in rope.values()):
         rope = rope.get("full_attention") or {}
     if "rope_theta" not in rope or not getattr(config, "max_position_embeddings", None):
-        raise UsageError(f"--rope-scaling: a {config.model_type} model has no rotary positions to stretch")
+        raise UsageError(f"--rope-scaling: a {config.model_type} model has no rotary positions to stretch; {LEAVE_OUT}")
     if rope.get("rope_type", "default") != "default":
         raise UsageError(
             f"--rope-scaling: the model's positions are scaled already ({rope['rope_type']}, "
-            f"{positions_of(config)} positions); leave the option out"
+            f"{positions_of(config)} positions); {LEAVE_OUT}"
         )
     return rope

@@ -58,7 +58,7 @@ class ContextLayer(RowLayer):
         assert self.values is not None
         start, self.seen = self.seen, self.seen + call.keys.shape[1]
         if self.seen > self.tokens:
-            raise SparsekvError("its layers attend several times to each token, which an index cannot represent")
+            raise SparsekvError("its layers attend several times for each token, which an index cannot represent")
         self.keys[0, :, start : self.seen] = call.keys
         self.values[0, :, start : self.seen] = call.values
         return replace(call, keys=self.keys[0, :, : self.seen], values=self.values[0, :, : self.seen])

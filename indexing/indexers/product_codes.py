@@ -170,7 +170,7 @@ CODES = 256  # centroids of a part, one for each value of a byte
 def check_parts(option: str, parts: int, head_dim: int) -> None:
     """Raise UsageError unless a head's channels divide evenly into `parts`."""
     if head_dim % parts:
-        raise UsageError(f"{option} {parts}: the model's heads have {head_dim} channels; give a divisor of that")
+        raise UsageError(f"{option} {parts}: the model's heads have {head_dim} channels; give a divisor of {head_dim}")
 
 
 def train_codebooks(

@@ -52,8 +52,10 @@ class CodesIndexer(MultipoleIndexer):
     iterations: int = field(
         default=4, metadata={"help": ClusterIndexer.__dataclass_fields__["iterations"].metadata["help"]}
     )
-    code_bytes: int = field(default=8, metadata={"help": "Bytes per key's code, a divisor of the head's channels."})
-    query_sample: int = field(default=1536, metadata={"help": "Queries of the document per KV head to build from."})
+    code_bytes: int = field(default=8, metadata={"help": "Bytes of a key's code, a divisor of the head's channels."})
+    query_sample: int = field(
+        default=1536, metadata={"help": "Number of the document's queries, per KV head, to build from."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

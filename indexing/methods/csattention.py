@@ -45,9 +45,9 @@ class CSAttentionIndexer(Indexer):
     )
     query_sample: int = field(
         default=4096,
-        metadata={"help": "Queries of the document, per KV head, that the index is built from; at most 65536."},
+        metadata={"help": "Number of the document's queries, per KV head, to build from; at most 65536."},
     )
-    centroids: int = field(default=128, metadata={"help": "Centroids of queries in each subspace."})
+    centroids: int = field(default=128, metadata={"help": "Number of centroids of queries in each subspace."})
     alpha: float = field(
         default=0.25, metadata={"help": "Length of a centroid's posting list, as a share of the document's keys."}
     )
@@ -128,7 +128,7 @@ class CSAttentionIndexer(Indexer):
         if head_dim % self.subspace_size:
             raise UsageError(
                 f"--subspace-size {self.subspace_size}: the model's heads have {head_dim} channels; give a divisor of "
-                "that"
+                f"{head_dim}"
             )
 
     @property

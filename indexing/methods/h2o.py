@@ -21,7 +21,7 @@ class H2OIndexer(Indexer):
     """Sums the attention to each token; not built by default, because it needs a sample of the document's queries."""
 
     query_sample: int = field(
-        default=4096, metadata={"help": "Queries of the document, per KV head, whose attention is summed."}
+        default=4096, metadata={"help": "Number of the document's queries, per KV head, whose attention is summed."}
     )
 
     def __post_init__(self) -> None:

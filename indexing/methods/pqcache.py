@@ -22,7 +22,7 @@ class PQCacheIndexer(Indexer):
 
     learns: ClassVar[bool] = True
     takes_tokens: ClassVar[bool] = True
-    pq_bytes: int = field(default=8, metadata={"help": "Bytes per key's PQ code, a divisor of the head's channels."})
+    pq_bytes: int = field(default=8, metadata={"help": "Bytes of a key's code, a divisor of the head's channels."})
     iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ def only_wait(EARLY: tl.constexpr):
 
 @triton.jit
 def let_next_launch(EARLY: tl.constexpr):
-    """Let the next kernel launch once all programs of this kernel have made this call."""
+    """Let the next kernel launch once all programs of this kernel have made this call; without EARLY, do nothing."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -10,9 +10,9 @@ FRACTION_BITS = 4  # fraction bits of a score in its rank; the rounding of codes
 BINS = 16  # number of coarse bins of ranks, and number of ranks in each bin
 RANKS = 2 ** (EXPONENT_BITS + FRACTION_BITS)
 assert BINS * BINS == RANKS
-# If each rank has a counter, there are only FEW_RANKS ranks instead of RANKS. Such a rank spans half an octave of
-# scores (an octave is a factor of 2). It spans an eighth of an octave where the original rank is from FINE_FROM up to
-# FINE_FROM + FINE, because the last chosen key nearly always has such a rank.
+# If the keys of each rank are counted, ranks are coarser: FEW_RANKS instead of RANKS. A coarse rank spans half an
+# octave of scores (an octave is a factor of 2), except for the original ranks from FINE_FROM up to FINE_FROM + FINE.
+# There it spans an eighth of an octave, because the last chosen key's original rank is nearly always in this range.
 FEW_RANKS, FINE_FROM, FINE = 64, 130, 85
 LARGEST = 4095  # largest sum of weighted codes, with 12 bits, so that a sum shifted up by four bits fits in 16 bits
 

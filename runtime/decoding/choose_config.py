@@ -88,9 +88,9 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
-    """Return the method class that `--prefill` names, under the key `--prefill NAME`, as error messages name it.
+    """Return a dict with the method class that `--prefill` names. The key is `--prefill NAME`, for error messages.
 
-    The dict is empty without a name, and for `dense` and `own`.
+    The dict is empty if `name` is None, `dense` or `own`.
     """
     if name in (None, Own.name, DENSE):
         return {}

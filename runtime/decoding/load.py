@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import LEAVE_OUT, UsageError
 from sparsekv.formats.index.identity import ORIGINAL, fingerprint_weights
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO, Weights, layer_file, weights_named
@@ -61,8 +61,9 @@ def load_and_open(
     Raises:
         SparsekvError: no model is given, and the user has never named the model that the index names.
         UsageError: the model, device or dtype does not exist, the index was built with weights of another precision, or
-            several ranks share a model whose weights are rounded.
+            several ranks open an index that was built with rounded weights.
         IdentityError: the index does not belong to this model.
+        ArtifactError: the index's tensors do not fit the model, or are damaged.
     """
     manifest = artifact.manifest
     if weights_named(weights) not in (None, manifest.model.weights):
@@ -70,8 +71,11 @@ def load_and_open(
             f"--weights {weights}: the index was built with {manifest.model.weights or ORIGINAL} weights; leave the "
             f"option out, or build the index again with --weights {weights}"
         )
-    if ranks is not None:
-        refuse_rounded(manifest.model.weights, ranks.size)
+    if ranks is not None and ranks.size > 1 and manifest.model.weights is not None:
+        raise UsageError(
+            f"--gpus {ranks.size}: the index was built with --weights {manifest.model.weights}, and rounded weights "
+            "are not split over ranks; leave --gpus out, or build the index again without --weights"
+        )
     started = time.perf_counter()
     early = None if ranks is not None else (early or EarlyReading(artifact, device, hold=hold)).begin_loading()
     if ranks is not None and ranks.size > 1:
@@ -157,11 +161,11 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     from sparsekv.formats.models.quantised import checkpoint_of  # the module imports transformers
 
     if checkpoint_of(loaded.model) is not None:
-        raise UsageError(f"--weights {weights}: model '{loaded.name}' is quantised already; leave the option out")
+        raise UsageError(f"--weights {weights}: model '{loaded.name}' is quantised already; {LEAVE_OUT}")
     before = fingerprint_weights(loaded.model.state_dict().items())
     share = quantise_linears(loaded.model, BITS[weights])
     if not share:
-        raise UsageError(f"--weights {weights}: model '{loaded.name}' has no linear layers; leave the option out")
+        raise UsageError(f"--weights {weights}: model '{loaded.name}' has no linear layers; {LEAVE_OUT}")
     if share < MOST_ROUNDED:
         progress(
             f"--weights {weights} rounds {share:.0%} of the weights: those of experts and routers stay as they are"
@@ -169,9 +173,3 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     if loaded.model.device.type == "cuda":
         torch.cuda.empty_cache()
     return replace(loaded, weights=weights, weights_hash=before)
-
-
-def refuse_rounded(weights: Weights | None, ranks: int) -> None:
-    """Raise UsageError for rounded weights on several ranks, because a rank has only rows or columns of a layer."""
-    if weights is not None and ranks > 1:
-        raise UsageError(f"--weights {weights} is for one GPU: leave --gpus out, or use the checkpoint's weights")

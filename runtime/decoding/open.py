@@ -77,9 +77,10 @@ def compare_probe(
     """Compute the logits after the last prompt token and compare them with the stored logits.
 
     The model runs its own attention and not this project's. A model with a mask of its own is therefore refused even if
-    this project's attention would ignore the mask. The model attends to the stored rows of all tokens. The stored rows
-    of the last token are also compared with the keys and values that the model computes for this token. The stored
-    state after the last token, from which answers begin, is compared with the model's state.
+    this project's attention would ignore the mask. The model attends to the stored rows of all tokens. In an exact
+    index, the stored rows of the last token are also compared with the keys and values that the model computes for this
+    token; int8 rows are not compared. The stored state after the last token, from which answers begin, is compared with
+    the model's state.
 
     Args:
         last: id of the last prompt token.
@@ -89,7 +90,7 @@ def compare_probe(
     Raises:
         IdentityError: logits or rows differ beyond rounding, so the index was built with another model, or with a
             model that attended differently.
-        ArtifactError: the index's tensors have other sizes than the model's.
+        ArtifactError: the state differs beyond rounding, or the index's tensors have other sizes than the model's.
     """
     compared: list[RowPair] = []
 
@@ -403,6 +404,7 @@ class OpenIndex:
 
         Raises:
             IdentityError: logits or rows differ beyond rounding, so the index was built with another model or mask.
+            ArtifactError: the stored state differs beyond rounding, or tensors have other sizes than the model's.
             SparsekvError: the rows do not fit on the GPU.
         """
         if hold:

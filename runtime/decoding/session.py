@@ -307,7 +307,9 @@ class Conversation:
             if not self.turns:
                 raise
             spoken = len(self.before(len(self.turns))) - len(self.index.input_ids)
-            raise UsageError(f"{error}; or forget the conversation so far, which has {spoken} tokens") from None
+            raise UsageError(
+                f"{error}; or forget the conversation so far, which has {spoken} of these tokens"
+            ) from None
 
     def _add(self, turn: Turn) -> None:
         turn, self.place = add_turn(self.index, self.place, turn, raw=self.raw)

@@ -53,7 +53,7 @@ class CSAttention(Method):
         default=0.0,
         metadata={"help": "Share of lookups, those of lowest cosine to their centroid, that read two posting lists."},
     )
-    step: int = field(default=1, metadata={"help": "Consecutive generated tokens that share one selection."})
+    step: int = field(default=1, metadata={"help": "Number of consecutive generated tokens that share one selection."})
     stream: bool = field(
         default=False,
         metadata={

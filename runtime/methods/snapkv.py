@@ -34,7 +34,7 @@ class SnapKV(Method):
         default=32, metadata={"help": "How many of the last queries rank the tokens (the observation window)."}
     )
     pool_size: int = field(
-        default=7, metadata={"help": "Neighbouring tokens whose scores are pooled, an odd number; 1: no pooling."}
+        default=7, metadata={"help": "Number of neighbouring tokens whose scores are pooled, odd; 1: no pooling."}
     )
     pooling: str = field(default="max", metadata={"help": f"How neighbours' scores are pooled: {', '.join(POOLING)}."})
 

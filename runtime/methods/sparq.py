@@ -40,7 +40,9 @@ from sparsekv.runtime.selection.token_choice import group_probability, token_log
 class SparQ(Method):
     """Ranks all keys by a few of their channels."""
 
-    channels: int = field(default=16, metadata={"help": "Channels of each head's keys that are read to rank them."})
+    channels: int = field(
+        default=16, metadata={"help": "Number of channels of each head's keys that are read to rank them."}
+    )
     mean_value: bool = field(
         default=False,
         metadata={"help": "Attend to the mean key and value in place of the tokens that are not selected."},

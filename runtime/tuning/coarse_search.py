@@ -191,8 +191,8 @@ class FineSearch:
     def _verified(self, found: list[Candidate]) -> None:
         """Search candidates and measure them on held-out queries.
 
-        A candidate that misses the goal on held-out queries is searched again, at most RAISES times. Its target is
-        raised by the amount by which it missed the goal.
+        A candidate that misses the goal on held-out queries is searched again, at most RAISES times. Its new target is
+        the gain that it reached on the first half plus the amount by which it missed the goal on the second half.
         """
         self._search(found)
         while found:

@@ -30,7 +30,7 @@ class Tuned:
         form: the method with its parameters.
         budget: share of the tokens between sinks and tail; the mean of `layer_budgets` if these are set.
         layer_budgets: a budget for each layer; None: all layers have the same budget.
-        aim: the value of the goal's measure that the search aimed at on the tail's first half. It is tighter than the
+        aim: the value of the goal's measure that the search aimed at on the tail's first half. It is stricter than the
             goal if an earlier setting missed the goal on the tail's second half.
         calibration: the goal's measure on the first half of the tail's queries, by which settings are chosen.
         held_out: the goal's measure on the second half of the tail's queries.

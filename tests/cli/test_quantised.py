@@ -120,6 +120,6 @@ def test_a_method_that_does_not_run_here_is_refused_before_anything_is_written(f
 def test_quantised_weights_are_not_rounded_again(kind: str, folder: Path) -> None:
     """Even where transformers has unpacked them."""
     save_quantised(Path("model"), kind)
-    refused = ("--weights int8: model", "is quantised already; leave the option out")
+    refused = ("--weights int8: model", "is quantised already; leave the option out", "or give --model the index's")
     fails(2, "build-index", "doc.txt", "--model", "model", "--weights", "int8", says=refused)
     assert not Path("doc.skv").exists()

@@ -79,7 +79,7 @@ def test_gemma3_is_stretched_where_attention_is_full(tmp_path: Path) -> None:
     [(GPT2Config(), "gpt2 model has no rotary positions"), (FAMILIES["gpt-oss"]().config, "scaled already .yarn")],
 )
 def test_positions_that_cannot_be_stretched_are_refused(config: PreTrainedConfig, reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
+    with pytest.raises(UsageError, match=f"{reason}.*; leave the option out, or give --model the index's own"):
         RopeScaling.parse("yarn:2").stretch(config)
 
 

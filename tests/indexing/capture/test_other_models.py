@@ -61,7 +61,7 @@ SHARED = variants("gemma4_text")["shared"]
     ("make", "told"),
     [
         (without_attention, "1 layers of the model do not attend through"),
-        (partial(of_family, "diffllama"), "attend several times to each token"),
+        (partial(of_family, "diffllama"), "attend several times for each token"),
         (partial(of_family, "gemma4_text", **SHARED), "layer 2 skips tokens whose logits are not needed"),
         (partial(of_family, "mimo_v2_flash"), "its layers differ in size"),
         (partial(of_family, "ministral"), "every layer of tiny-other has a sliding window"),

@@ -261,7 +261,7 @@ def test_a_full_model_is_told_from_a_long_question(full_index: OpenIndex, monkey
         talk.ask("?" * 100, SAMPLING)
     talk.ask(QUESTIONS[0], SAMPLING)
     spoken = len(talk.turns[0].tokens)
-    with pytest.raises(UsageError, match=f"or forget the conversation so far, which has {spoken} tokens"):
+    with pytest.raises(UsageError, match=f"or forget the conversation so far, which has {spoken} of these tokens"):
         talk.ask("?" * 50, SAMPLING)
     talk.forget()
     talk.ask(QUESTIONS[0], SAMPLING)

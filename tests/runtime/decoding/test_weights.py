@@ -14,6 +14,8 @@ from support.sealing import reseal
 from support.small_index import INDEXERS, plain_logits_after, random_ids, reopen, small_plan, stepped_logits
 from support.tiny_models import FAMILIES, save_tiny, tiny_tokenizer
 
+from sparsekv.cli.common.loading import load
+from sparsekv.formats.distributed.group import Ranks
 from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify, load_model
@@ -150,6 +152,19 @@ def test_a_model_is_loaded_with_its_indexs_weights(opening: Opening, options: di
 def test_weights_that_are_not_the_indexs_are_refused_before_a_model_is_loaded(opening: Opening) -> None:
     with pytest.raises(UsageError, match="--weights int4: the index was built with int8 weights; leave the option out"):
         opening(weights="int4")
+
+
+def test_several_ranks_are_refused_with_a_remedy_that_the_command_can_follow(folder: Path) -> None:
+    """An index keeps its weights, so a command that opens it cannot choose others."""
+    ranks, model = Ranks(0, 2, torch.device("cpu")), str(folder / "model")
+    with pytest.raises(UsageError) as opened:
+        load_and_open(Artifact(folder / "int8.skv"), model, "cpu", ranks=ranks)
+    assert str(opened.value) == (
+        "--gpus 2: the index was built with --weights int8, and rounded weights are not split over ranks; leave --gpus "
+        "out, or build the index again without --weights"
+    )
+    with pytest.raises(UsageError, match="--weights int8 cannot be combined with --gpus; leave one of them out"):
+        load(model, "cpu", "auto", None, quiet=True, weights="int8", ranks=ranks)
 
 
 def test_a_model_of_experts_tells_how_little_is_rounded() -> None:
