@@ -57,7 +57,9 @@ def generate(options: GenerateOptions) -> None:
     schedule = Schedule.open(opened, config, sampling, asked, at_once, ranks, options.sources or 0)
     note_small_budgets([config.budget], quiet=options.quiet)
     if options.with_stats:
-        times.show(config.origin or f"answers by {config.attention.name}, budget {config.budget}", artifact.manifest)
+        how = config.origin or f"answers by {config.attention.name}, budget {config.budget}"
+        how = "answers by dense attention, from drafts (--lossless)" if config.lossless else how
+        times.show(how, artifact.manifest)
     schedule.compile(options.compiled, quiet=not options.with_stats)
     questions.note_plain(opened, len(output.done), quiet=options.quiet)
     answer = output.show(questions.texts, schedule.answers(output.piece))

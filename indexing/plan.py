@@ -33,7 +33,7 @@ from sparsekv.formats.index.schema import (
 )
 from sparsekv.formats.index.writer import HELD_BYTES, ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretchable
+from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretch_for
 from sparsekv.indexing.capture.team import Team
 from sparsekv.indexing.context_files import context_recipe, state_recipe
 from sparsekv.indexing.indexers.interface import Indexer
@@ -241,16 +241,19 @@ PREFILL = "prefill"
 """Name of the stage in which the model runs over the prompt, whose steps are tokens."""
 
 
-def check_positions(prompt: FixedPrompt, config: PreTrainedConfig, name: str, *, grows: bool = False) -> None:
+def check_positions(
+    prompt: FixedPrompt, config: PreTrainedConfig, name: str, *, scaling: str | None = None, grows: bool = False
+) -> None:
     """Raise UsageError if a prompt has more tokens than a model has positions.
 
     Args:
+        scaling: the RoPE scaling with which the config was stretched.
         grows: the prompt's last tokens are appended to an index.
     """
     tokens, positions = len(prompt.input_ids), positions_of(config)
     if positions is None or tokens <= positions:
         return
-    stretch = f"--rope-scaling yarn:{-(-tokens // positions)}" if stretchable(config) else ""
+    stretch = stretch_for(config, tokens, scaling)
     if grows:
         again = f", or build the index again with {stretch}" if stretch else ""
         raise UsageError(
@@ -388,7 +391,13 @@ class BuildPlan:
                 f"the document is too short to index: it has {tokens} tokens with the chat template, and sinks "
                 f"and tail alone take {ends}; {more}{self._shorter_ends(tokens)}"
             )
-        check_positions(self.prompt, self.loaded.model.config, self.loaded.name, grows=self.growth is not None)
+        check_positions(
+            self.prompt,
+            self.loaded.model.config,
+            self.loaded.name,
+            scaling=self.config.rope_scaling,
+            grows=self.growth is not None,
+        )
         return Split(sinks=self.config.sinks, middle=tokens - ends, tail=self.config.tail)
 
     def _shorter_ends(self, tokens: int) -> str:

@@ -3,7 +3,7 @@ them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -14,7 +14,7 @@ from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.questions import read_lines, read_question
 from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, answer_room, question_ids
 from sparsekv.runtime.decoding.compiled import compile_steps, worth_compiling
 from sparsekv.runtime.decoding.drafting import DraftingEngine
@@ -164,6 +164,9 @@ class Schedule:
             UsageError: `size` is more than 1, and the config allows only one question at a time; or an error of
                 `Session.open`.
         """
+        if config.lossless and index.model.device.type == "cpu":
+            # A pass over drafted tokens takes a CPU as long as that many steps, so steps of the method would be lost.
+            config = replace(config, attention=Dense())
         session, asked = Session.open(index, config), sum(one is not None for one in questions)
         together = choose_batch_size(size, session, asked, sampling.max_new_tokens)
         if config.lossless:

@@ -114,6 +114,7 @@ class EvalRecipe:
             keep=options.keep_indices,
             max_new_tokens=options.max_new_tokens,
             together=options.batch_size,
+            rope_scaling=options.rope_scaling,
         )
 
 

@@ -67,6 +67,21 @@ def stretchable(config: "PreTrainedConfig") -> bool:
     return True
 
 
+def stretch_for(config: "PreTrainedConfig", tokens: int, scaling: str | None) -> str:
+    """Return the option by which a model has positions for a number of tokens; empty if it cannot be stretched.
+
+    Args:
+        scaling: the RoPE scaling with which the config was already stretched; None if it was not.
+    """
+    positions = positions_of(config)
+    if positions is None:
+        return ""
+    if scaling is not None:
+        given = RopeScaling.parse(scaling)
+        return f"--rope-scaling {given.kind}:{math.ceil(tokens * given.factor / positions)}"
+    return f"--rope-scaling yarn:{math.ceil(tokens / positions)}" if stretchable(config) else ""
+
+
 def _switch(config: "PreTrainedConfig") -> int | None:
     """Return the sequence length past which a cache is invalid: RoPE frequencies change, or Phi-3 drops the cache.
 
@@ -86,6 +101,10 @@ def _kinds(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return a config's RoPE parameters, followed by the RoPE parameters of each layer type, if there are any."""
     rope = parameters or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+MOST_STRETCHED = 1000
+"""Largest factor of a RoPE scaling."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +130,11 @@ class RopeScaling:
             factor = float(number)
         except ValueError:
             factor = math.nan
-        if kind not in ("yarn", "dynamic") or not 1 < factor < math.inf:
-            raise UsageError(f"--rope-scaling {text}: give yarn:FACTOR or dynamic:FACTOR with a factor above 1")
+        if kind not in ("yarn", "dynamic") or not 1 < factor <= MOST_STRETCHED:
+            raise UsageError(
+                f"--rope-scaling {text}: give yarn:FACTOR or dynamic:FACTOR with a factor above 1 and at most "
+                f"{MOST_STRETCHED:,}"
+            )
         return cls(kind, factor)
 
     def stretch(self, config: "PreTrainedConfig") -> None:

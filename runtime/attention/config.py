@@ -105,8 +105,8 @@ class DecodeConfig:
         for option, given in others.items():
             if given:
                 raise UsageError(
-                    f"--lossless gives dense attention's answer, and {option} would have no effect on it; leave one of "
-                    "them out"
+                    f"--lossless gives the answer of dense attention to all tokens, which {option} does not go with; "
+                    "leave one of them out"
                 )
 
     @property

@@ -21,7 +21,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import ChatFrame, ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.formats.models.rope import positions_after, positions_of, stretchable
+from sparsekv.formats.models.rope import positions_after, positions_of, stretch_for
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import known_ids
@@ -80,6 +80,7 @@ class Comparison:
         keep: do not remove the indices after the evaluation.
         max_new_tokens: largest number of tokens of an answer; None: as the task says.
         together: number of questions of a context that are answered in one batch.
+        rope_scaling: the RoPE scaling with which the model was loaded.
     """
 
     loaded: LoadedModel
@@ -93,6 +94,7 @@ class Comparison:
     keep: bool = False
     max_new_tokens: int | None = None
     together: int = 1
+    rope_scaling: str | None = None
 
     def count(self, text: str) -> int:
         """Return the number of tokens of a document's prompt. The prompt is the indexed text with its chat template."""
@@ -200,9 +202,9 @@ def check_room(comparison: Comparison, contexts: list[Context]) -> None:
             )
         if room is not None and tokens > room:
             config = comparison.loaded.model.config
-            positions = positions_of(config) or room
-            factor = math.ceil((tokens + positions - room) / positions)
-            stretch = f", or stretch the model with --rope-scaling yarn:{factor}" if stretchable(config) else ""
+            needed = tokens + (positions_of(config) or room) - room
+            option = stretch_for(config, needed, comparison.rope_scaling)
+            stretch = option and f", or stretch the model with {option}"
             raise UsageError(
                 f"a document of {context.task} has {tokens} tokens, and {comparison.loaded.name} has positions "
                 f"for {room} besides the question and the answer; give a smaller --length{stretch}"

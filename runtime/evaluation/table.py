@@ -253,6 +253,7 @@ class Result:
             "metric": question.metric,
             "unit": metric.unit,
             "score": metric.summary(self.score),
+            "loss": given.loss,
             "kv_fraction": given.kv_fraction,
             "seconds": given.seconds,
         }

@@ -341,6 +341,8 @@ def test_contexts_longer_than_the_models_positions_are_asked_about_with_a_scaled
     refused = run_here(*command)
     assert refused.code == 2
     assert "give a smaller --length, or stretch the model with --rope-scaling yarn:2" in refused.stderr
+    refused = run_here(*command, "--rope-scaling", "dynamic:1.1")
+    assert "or stretch the model with --rope-scaling dynamic:2" in refused.stderr
     stretched = _rows(_run(*command, "--rope-scaling", "yarn:2"))
     assert all(row["tokens"] > 400 for row in stretched if row["task"] == "niah-multikey")
     by_other = _rows(_run(*command, "--rope-scaling", "dynamic:2"))  # in the same folder, of which it takes nothing
