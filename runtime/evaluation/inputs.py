@@ -117,7 +117,7 @@ def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
             for context in choose_task(task).make(replace(inputs.request, count=comparison.count, length=length))
         ]
     if inputs.turns and all(len(context.questions) == 1 for context in found):
-        raise UsageError("--turns has no effect on contexts with one question; leave it out, or ask several questions about a context")
+        raise UsageError("--turns has no effect on contexts with one question; leave it out, or ask more questions")
     return found
 
 
