@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_same_command_finishes(place: Pat
     assert (running.returncode, stdout) == (1, "")
     assert stderr == (
         f"sparsekv: error: rank {number} of 2 was killed (SIGKILL), and the other ranks were stopped; run the same "
-        "again\n"
+        "command again\n"
     )
     assert not any(one.is_running() for one in ranks.values())
     again = start_ranks(*BUILD)
