@@ -179,7 +179,7 @@ class Schedule:
 
     @property
     def drafts(self) -> str:
-        """What became of the drafts of --lossless, as a line; empty without the option."""
+        """The numbers of drafted and accepted tokens of --lossless, as a line; empty without the option."""
         return self.engine.told if isinstance(self.engine, DraftingEngine) else ""
 
     def compile(self, mode: str, *, quiet: bool) -> None:

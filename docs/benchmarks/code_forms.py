@@ -1,4 +1,4 @@
-"""Compare what could be taken off keys before they are coded: recall of the codes at a budget, on held-out queries.
+"""Compare forms of codes, by their recall at a budget on held-out queries: some rows are taken off keys before coding.
 
 Usage: code_forms.py INDEX [BUDGET [LAYER,LAYER...]]. INDEX has the method codes, and its model no soft cap. BUDGET is a
 share, by default 0.05. Codes are trained again for each form, from the index's own sample of queries. The queries of

@@ -208,7 +208,7 @@ class DraftingEngine(Engine):
 
     @property
     def told(self) -> str:
-        """What became of the drafts so far, as a line for the user."""
+        """The numbers of drafted and accepted tokens so far, as a line for the user."""
         drafter = self.drafter
         if not drafter.drafted:
             return "no token was drafted"
