@@ -18,6 +18,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache
 from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.engine import Ended, Engine, NotFiniteError, Sequence
@@ -124,8 +125,8 @@ class DraftingEngine(Engine):
         cache: a cache of one sequence for `config`, whose `lossless` is set.
 
     Raises:
-        UsageError: the model has layers with a state, or its RoPE depends on a sequence's length: what a rejected token
-            changed there cannot be taken back.
+        UsageError: the method or the model's layers keep a state, or RoPE depends on a sequence's length: a change by a
+            rejected token cannot be taken back there.
     """
 
     def __init__(self, index: OpenIndex, cache: IndexCache, config: DecodeConfig):
@@ -139,6 +140,11 @@ class DraftingEngine(Engine):
             raise UsageError(
                 "--lossless: this model's RoPE depends on a sequence's length, which a rejected token changes; leave "
                 "the option out"
+            )
+        if not all(layer.plan.shareable for layer in cache.stored_layers if isinstance(layer, SparseLayer)):
+            raise UsageError(
+                f"--lossless: {config.attention.name} keeps state of steps that dense attention may reject; leave the "
+                "option out, or give another --method"
             )
         self.sequence_cache = cache
         self.drafter = Drafter(index.input_ids.numpy(), by_method=not isinstance(config.attention, Dense))

@@ -184,6 +184,14 @@ def test_what_would_change_a_dense_answer_is_refused(changes: dict[str, object],
         DecodeConfig(**(usual | changes), lossless=True)  # type: ignore[arg-type]
 
 
+def test_a_method_that_keeps_state_of_its_steps_is_refused(opened: Callable[[str], OpenIndex]) -> None:
+    """Whatever the package that it is of calls its options."""
+    index, config = opened("llama"), CONFIGS["codes"]
+    gauged = sparse("codes", Codes(), TENTH, question=Dense(), gauge=True)
+    with pytest.raises(UsageError, match="codes keeps state of steps that dense attention may reject"):
+        DraftingEngine(index, index.cache(gauged), config)
+
+
 def test_a_model_that_cannot_take_a_token_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = build_small(tmp_path / "doc.skv")
     config, dense = CONFIGS["dense"], index.cache(CONFIGS["dense"])
