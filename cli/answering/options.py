@@ -317,8 +317,8 @@ class GenerateAttention(AttentionOptions):
         bool,
         typer.Option(
             "--lossless",
-            help="Give dense attention's own answer. Tokens are drafted, from earlier text or on a GPU by the method, and "
-            "one pass of dense attention verifies several of them. --stats prints how many were accepted.",
+            help="Give dense attention's own answer. Tokens are drafted, from earlier text or on a GPU by the method, "
+            "and one pass of dense attention verifies several of them. --stats prints how many were accepted.",
             rich_help_panel=ATTENDED,
         ),
     ] = False
