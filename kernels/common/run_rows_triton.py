@@ -1,4 +1,4 @@
-"""`expand_runs` (as `list_rows`) and `store_in_slots` in Triton."""
+"""`expand_runs` (as `list_rows`), `store_in_slots` and `store_new_row` in Triton."""
 
 import torch
 import triton
@@ -28,12 +28,22 @@ def _store_kernel(
 
 def store_in_slots_triton(stored, new, slots, rows):
     """Run `store_in_slots` on a GPU; views with a contiguous last axis are read in place, others are copied first."""
+    _store(stored, new, slots, rows, *stored[0].stride()[:2])
+
+
+def store_new_row_triton(stored, new, row):
+    """Run `store_new_row` on a GPU; views with a contiguous last axis are read in place, others are copied first."""
+    # With a distance of zero between the slots, any number of a slot will do.
+    _store(stored, new, row, row, 0, stored[0].stride(0))
+
+
+def _store(stored, new, slots, rows, slot_stride, head_stride):
     keys, values = (unit_stride(one) for one in new)
     H, T, D = keys.shape
     assert all(one.is_contiguous() for one in stored)
     _store_kernel[(T, H)](
-        *stored, keys, values, slots, rows, *stored[0].stride()[:2], *keys.stride()[:2], *values.stride()[:2],
-        D=D, BLOCK_D=power_of_two(D), num_warps=1, **dependent_launch(slots.device),
+        *stored, keys, values, slots, rows, slot_stride, head_stride, *keys.stride()[:2], *values.stride()[:2],
+        D=D, BLOCK_D=power_of_two(D), num_warps=1, **dependent_launch(rows.device),
     )  # fmt: skip
 
 

@@ -31,6 +31,27 @@ def store_in_slots(
         into[slots, :, rows] = of_tokens.transpose(0, 1)
 
 
+def _of_one_size(stored: tuple[torch.Tensor, torch.Tensor], *_: object) -> bool:
+    return stored[0].shape == stored[1].shape
+
+
+@on_gpu(
+    "sparsekv.kernels.common.run_rows_triton:store_new_row_triton", tensor=lambda stored: stored[0], fits=_of_one_size
+)
+def store_new_row(
+    stored: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor], row: torch.Tensor
+) -> None:
+    """Write the key and the value of one token into a cache; on a GPU this is one launch.
+
+    Args:
+        stored: keys [H, R, D] and values [H, R, D'], contiguous.
+        new: key [H, 1, D] and value [H, 1, D'] of the token.
+        row: [1] int64, the token's row.
+    """
+    for into, of_token in zip(stored, new, strict=True):
+        into.index_copy_(1, row, of_token)
+
+
 def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Rotate rows by RoPE to the given positions; negative positions undo a rotation.
 

@@ -1,6 +1,7 @@
 """Linear layers with quantised weights: rounding of the weights to int8 or to four bits, and the products with rows."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,6 +63,10 @@ class Int4Weight:
         return weights.flatten(1)[:, : self.channels]
 
 
+Weight = torch.Tensor | Int8Weight | Int4Weight
+"""Weights [N, K] of a linear layer, rounded or not."""
+
+
 def round_to_int8(weight: torch.Tensor) -> Int8Weight:
     """Round weights [N, K] symmetrically: the largest magnitude of each output channel becomes 127."""
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -111,6 +116,18 @@ def int8_linear(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | Non
 def int4_linear(rows: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply rows [R, K] by weights [N, K] and add a bias [N]; return [R, N] in the rows' dtype."""
     return linear(rows, weight.restored(rows.dtype), bias)
+
+
+@on_gpu("sparsekv.kernels.linear.one_row_triton:one_row_linears_triton")
+def one_row_linears(
+    row: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """Multiply one row [1, K] by the weights of up to three layers; return their outputs side by side, [1, N].
+
+    The weights are all of one kind, and all layers have a bias or none has.
+    """
+    restored = [one if isinstance(one, torch.Tensor) else one.restored(row.dtype) for one in weights]
+    return torch.cat([linear(row, weight, bias) for weight, bias in zip(restored, biases, strict=True)], 1)
 
 
 def multiply(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -33,7 +33,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def rounded(self) -> Int8Weight | Int4Weight:
-        return _rounded(self.numbers, self.scales, self.in_features)
+        return rounded(self.numbers, self.scales, self.in_features)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -50,14 +50,15 @@ class QuantisedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.rounded.bits}"
 
 
-def _rounded(numbers: torch.Tensor, scales: torch.Tensor, channels: int) -> Int8Weight | Int4Weight:
+def rounded(numbers: torch.Tensor, scales: torch.Tensor, channels: int) -> Int8Weight | Int4Weight:
+    """Return the weights that a layer's tensors hold; the dtype of `numbers` tells int8 from 4-bit weights."""
     return Int8Weight(numbers, scales) if numbers.dtype == torch.int8 else Int4Weight(numbers, scales, channels)
 
 
 @torch.library.custom_op("sparsekv::quantised_linear", mutates_args=())
 def _opaque(rows: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Run `multiply` as one opaque operator for torch's compiler, which compiles only the code around it."""
-    return multiply(rows, _rounded(numbers, scales, rows.shape[-1]), bias)
+    return multiply(rows, rounded(numbers, scales, rows.shape[-1]), bias)
 
 
 @_opaque.register_fake

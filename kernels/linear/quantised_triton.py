@@ -1,7 +1,7 @@
 """Products of few rows with quantised weights, in Triton: each weight is read once, and converted in registers.
 
-A program computes BLOCK_N outputs. A single row is multiplied in float32. Several rows are multiplied on tensor cores,
-in the rows' dtype, which holds int8 and 4-bit numbers exactly. Sums are float32.
+A program computes BLOCK_N outputs on tensor cores, in the rows' dtype, which holds int8 and 4-bit numbers exactly. Sums
+are float32. One row alone is multiplied by `one_row_linears_triton`.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,10 @@ import triton.language as tl
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import dependent_launch, power_of_two
 from sparsekv.kernels.common.tiles_triton import WIDEN
+from sparsekv.kernels.linear.one_row_triton import one_row_linears_triton
 
 PAIR = tl.constexpr(64)  # input channels of a pair of groups: the low and the high four bits of 32 bytes
 
-# Conversion of four int8 to float32. Each byte, with its highest bit flipped, replaces the lowest bits of the float
-# 2^23, whose unit in the last place is 1. Then 2^23 + 128 is subtracted. The GPU's own conversion has a quarter of the
-# speed of other instructions.
-_FLOATS = tl.constexpr(
-    """{ .reg .b32 u; xor.b32 u, $4, 0x80808080;
-    prmt.b32 $0, u, 0x4B000000, 0x7440; prmt.b32 $1, u, 0x4B000000, 0x7441;
-    prmt.b32 $2, u, 0x4B000000, 0x7442; prmt.b32 $3, u, 0x4B000000, 0x7443;
-    sub.f32 $0, $0, 0f4B000080; sub.f32 $1, $1, 0f4B000080;
-    sub.f32 $2, $2, 0f4B000080; sub.f32 $3, $3, 0f4B000080; }"""
-)
 # Conversion of four int8 to bfloat16, which has 8 significant bits: 128 plus the byte's low 7 bits, minus 128, or minus
 # 256 if the byte's highest bit is set.
 _BFLOATS = tl.constexpr(
@@ -39,16 +30,6 @@ _HALVES = tl.constexpr(
     """{ .reg .b32 u, middle; xor.b32 u, $2, 0x80808080; mov.b32 middle, 0x64806480;
     prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
     sub.f16x2 $0, $0, middle; sub.f16x2 $1, $1, middle; }"""
-)
-
-# Conversion of eight unsigned numbers u of four bits to float32. The high half of a byte becomes 1 + u / 16, and the
-# low half becomes 1 + u / 256.
-_NIBBLES = tl.constexpr(
-    """{ .reg .b32 a, b, c, d; shl.b32 a, $8, 15; shl.b32 b, $8, 7; shr.u32 c, $8, 1; shr.u32 d, $8, 9;
-    lop3.b32 $0, a, 0x00078000, 0x3F800000, 0xEA; lop3.b32 $1, b, 0x00078000, 0x3F800000, 0xEA;
-    lop3.b32 $2, c, 0x00078000, 0x3F800000, 0xEA; lop3.b32 $3, d, 0x00078000, 0x3F800000, 0xEA;
-    lop3.b32 $4, a, 0x00780000, 0x3F800000, 0xEA; lop3.b32 $5, b, 0x00780000, 0x3F800000, 0xEA;
-    lop3.b32 $6, c, 0x00780000, 0x3F800000, 0xEA; lop3.b32 $7, d, 0x00780000, 0x3F800000, 0xEA; }"""
 )
 _BFLOAT_NIBBLES = tl.constexpr(
     """{ .reg .b32 low, high, a, b, c, d, one, eight; mov.b32 one, 0x3F803F80; mov.b32 eight, 0xC308C308;
@@ -68,15 +49,6 @@ _HALF_NIBBLES = tl.constexpr(
 
 
 @triton.jit
-def _as_floats(weights):
-    """Convert int8 weights to float32, exactly."""
-    if WIDEN:
-        return weights.to(tl.float32)
-    else:  # the `else` is needed: code after a return is compiled too
-        return tl.inline_asm_elementwise(_FLOATS, "=r,=r,=r,=r,r", [weights], tl.float32, is_pure=True, pack=4)
-
-
-@triton.jit
 def _as_rows(weights, dtype: tl.constexpr):
     """Convert int8 weights to the dtype of rows, exactly."""
     if WIDEN or tl.float32 == dtype:
@@ -93,30 +65,6 @@ def _prefetch(weight, N, size, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr, EARLY
     first = tl.program_id(0) * BLOCK_N
     start = weight + first.to(tl.int64) * size
     common.prefetch(start, tl.minimum(N - first, BLOCK_N) * size, AHEAD, 1, EARLY)
-
-
-@triton.jit
-def _int8_row_kernel(
-    row, weight, scales, bias, output, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Multiply one row [K] by int8 weights [N, K]."""
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    inside = n < N
-    _prefetch(weight, N, K, AHEAD, BLOCK_N, EARLY)
-    weight += n.to(tl.int64)[:, None] * K
-    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    common.wait_for_previous_kernel(EARLY)
-    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        at = first + k
-        here = inside[:, None] if WHOLE else inside[:, None] & (at < K)[None, :]
-        w = tl.load(weight + at[None, :], mask=here, other=0, eviction_policy="evict_first")
-        x = tl.load(row + at) if WHOLE else tl.load(row + at, mask=at < K, other=0.0)
-        sums += _as_floats(w) * x.to(tl.float32)[None, :]
-    total = tl.sum(sums, 1) * tl.load(scales + n, mask=inside, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + n, total.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -176,57 +124,6 @@ def _two_scales(words):
 
 
 @triton.jit
-def _int4_row_kernel(
-    row, packed, scales, bias, output, N, K, PAIRS, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Multiply one row [K] by 4-bit weights [N, PAIRS, 32] with scales [N, PAIRS], BLOCK_K channels at a time."""
-    BLOCK: tl.constexpr = BLOCK_K // PAIR
-    n, j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK * 32)
-    inside = n < N
-    sixteen = tl.arange(0, BLOCK * 2) // 2
-    _prefetch(packed, N, PAIRS * 32, AHEAD, BLOCK_N, EARLY)
-    packed += n.to(tl.int64)[:, None] * PAIRS * 32
-    scales += n.to(tl.int64)[:, None] * PAIRS
-    low_k = j // 32 * PAIR + j % 32
-    sums = tl.zeros([BLOCK_N, BLOCK * 2], tl.float32)
-    common.wait_for_previous_kernel(EARLY)
-    for first in tl.range(0, PAIRS, BLOCK, num_stages=STAGES):
-        k = first * PAIR + low_k
-        if WHOLE:
-            w = tl.load(packed + (first * 32 + j)[None, :], mask=inside[:, None], other=0)
-            words = tl.load(scales + (first + sixteen)[None, :], mask=inside[:, None], other=0)
-            x, y = tl.load(row + k), tl.load(row + k + 32)
-        else:
-            w = tl.load(packed + (first * 32 + j)[None, :], mask=inside[:, None] & (k < K)[None, :], other=0)
-            words = tl.load(
-                scales + (first + sixteen)[None, :], mask=inside[:, None] & (first + sixteen < PAIRS)[None, :], other=0
-            )
-            x, y = tl.load(row + k, mask=k < K, other=0.0), tl.load(row + k + 32, mask=k + 32 < K, other=0.0)
-        x, y = x.to(tl.float32), y.to(tl.float32)
-        of_low, of_high = _two_scales(words)
-        if EXACT or WIDEN:
-            low, high = _nibbles_as_rows(w, tl.float32)
-            low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
-            high = tl.sum(tl.reshape(high * y[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
-        else:
-            low, high = tl.inline_asm_elementwise(
-                _NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r", [w], (tl.float32, tl.float32), is_pure=True, pack=4
-            )
-            # A 4-bit number is u - 8, and so 1 + 8 / 256 is subtracted from low halves, and 1 + 8 / 16 from high
-            # halves.
-            low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
-            high = tl.sum(tl.reshape(high * y[None, :], [BLOCK_N, BLOCK * 2, 16]), 2)
-            of_x, of_y = tl.sum(tl.reshape(x, [BLOCK * 2, 16]), 1), tl.sum(tl.reshape(y, [BLOCK * 2, 16]), 1)
-            low, high = 256.0 * (low - 1.03125 * of_x[None, :]), 16.0 * (high - 1.5 * of_y[None, :])
-        sums += low * of_low + high * of_high
-    total = tl.sum(sums, 1)
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + n, total.to(output.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _int4_rows_kernel(
     rows, packed, scales, bias, output, R, N, K, PAIRS, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
@@ -275,57 +172,53 @@ def _int4_rows_kernel(
 class Tile:
     """Outputs of a program, input channels that it reads at a time, its warps, and its pipeline stages.
 
-    With `dot`, tensor cores compute the product, and the channels are divided among the warps.
+    The channels are divided among the warps.
     """
 
     outputs: int
     channels: int
     warps: int
     stages: int
-    dot: bool = True
 
 
-TILES: dict[tuple[int, bool], list[tuple[int, Tile]]] = {
-    (8, True): [(0, Tile(4, 1024, 4, 4, False)), (2048, Tile(8, 1024, 4, 3, False)), (8192, Tile(32, 512, 4, 4))],
-    (8, False): [(0, Tile(16, 512, 4, 4)), (2048, Tile(32, 512, 4, 4))],
-    (4, True): [(0, Tile(4, 2048, 4, 4, False)), (2048, Tile(4, 2048, 4, 1, False))],
-    (4, False): [(0, Tile(16, 512, 4, 4)), (2048, Tile(32, 512, 4, 4)), (8192, Tile(64, 256, 4, 3))],
+TILES: dict[int, list[tuple[int, Tile]]] = {
+    8: [(0, Tile(16, 512, 4, 4)), (2048, Tile(32, 512, 4, 4))],
+    4: [(0, Tile(16, 512, 4, 4)), (2048, Tile(32, 512, 4, 4)), (8192, Tile(64, 256, 4, 3))],
 }
-"""Tiles by (bits of a weight, single row): pairs of the fewest outputs and the tile from that number of outputs on."""
+"""Tiles by the bits of a weight: pairs of the fewest outputs and the tile from that number of outputs on."""
 
 AHEAD = 32_768
 """Maximum number of bytes that a program prefetches while the previous kernel still runs."""
 
 
-def tile_for(bits, rows, outputs):
-    """Choose the tile for weights of `bits` bits, from the numbers of rows and outputs."""
-    return [tile for least, tile in TILES[bits, rows == 1] if outputs >= least][-1]
+def tile_for(bits, outputs):
+    """Choose the tile for weights of `bits` bits from the number of outputs."""
+    return [tile for least, tile in TILES[bits] if outputs >= least][-1]
 
 
 def int8_linear_triton(rows, weight, bias):
     (R, K), N = rows.shape, len(weight.numbers)
-    rows, output, tile = rows.contiguous(), rows.new_empty(R, N), tile_for(8, R, N)
-    grid, options = (triton.cdiv(N, tile.outputs),), _options(rows, K, bias, tile) | _ahead(tile, K)
-    tensors = weight.numbers, weight.scales, output if bias is None else bias, output
-    if tile.dot:
-        of_warp = tile.channels // tile.warps
-        _int8_rows_kernel[grid](rows, *tensors, R, N, K, PARTS=tile.warps, BLOCK_K=of_warp, ROWS=_padded(R), **options)
-    else:
-        _int8_row_kernel[grid](rows, *tensors, N, K, BLOCK_K=tile.channels, **options)
+    if R == 1:
+        return one_row_linears_triton(rows, [weight], [bias])
+    rows, output, tile = rows.contiguous(), rows.new_empty(R, N), tile_for(8, N)
+    options = _options(rows, K, bias, tile) | _ahead(tile, K)
+    _int8_rows_kernel[(triton.cdiv(N, tile.outputs),)](
+        rows, weight.numbers, weight.scales, output if bias is None else bias, output, R, N, K, PARTS=tile.warps,
+        BLOCK_K=tile.channels // tile.warps, ROWS=_padded(R), **options,
+    )  # fmt: skip
     return output
 
 
 def int4_linear_triton(rows, weight, bias):
     (R, K), (N, pairs, size) = rows.shape, weight.numbers.shape
-    rows, output, tile = rows.contiguous(), rows.new_empty(R, N), tile_for(4, R, N)
-    grid, options = (triton.cdiv(N, tile.outputs),), _options(rows, K, bias, tile) | _ahead(tile, pairs * size)
-    tensors = weight.numbers, weight.scales.view(torch.int32), output if bias is None else bias, output
-    if tile.dot:
-        parts = tile.channels // PAIR.value
-        _int4_rows_kernel[grid](rows, *tensors, R, N, K, pairs, PARTS=parts, ROWS=_padded(R), **options)
-    else:
-        exact = rows.dtype == torch.float32
-        _int4_row_kernel[grid](rows, *tensors, N, K, pairs, EXACT=exact, BLOCK_K=tile.channels, **options)
+    if R == 1:
+        return one_row_linears_triton(rows, [weight], [bias])
+    rows, output, tile = rows.contiguous(), rows.new_empty(R, N), tile_for(4, N)
+    options = _options(rows, K, bias, tile) | _ahead(tile, pairs * size)
+    _int4_rows_kernel[(triton.cdiv(N, tile.outputs),)](
+        rows, weight.numbers, weight.scales.view(torch.int32), output if bias is None else bias, output, R, N, K, pairs,
+        PARTS=tile.channels // PAIR.value, ROWS=_padded(R), **options,
+    )  # fmt: skip
     return output
 
 

@@ -7,6 +7,7 @@ import torch
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.kernels.common.given_rows import RowLayer
 from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.kernels.common.runs import store_new_row
 from sparsekv.runtime.cache.buffers import ReadRows
 
 FIRST_NEW_ROWS = 64
@@ -60,8 +61,8 @@ class StoredLayer(RowLayer):
         Between `reserve` and `release`, each call appends one row, which `advance` then counts.
         """
         if self.step_row is not None:
-            self.keys.index_copy_(1, self.step_row.row, key_states.flatten(0, 1))
-            self.values.index_copy_(1, self.step_row.row, value_states.flatten(0, 1))
+            key, value = key_states.flatten(0, 1), value_states.flatten(0, 1)
+            store_new_row((self.keys, self.values), (key, value), self.step_row.row)
             return key_states, value_states
         start, self.used = self.used, self.used + key_states.shape[2]
         if self.used > self.keys.shape[1]:

@@ -58,15 +58,19 @@ def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, token
         The handle of the hook that switches between compiled and eager calls. After `remove`, later calls run like the
         last call before it.
     """
+    # imported here, because `sparsekv generate --help` imports this file and needs no compiler
+    from sparsekv.runtime.decoding.joined_linears import JoinLinears
+
     _name_caches()
     # Layers differ only in their number. By default the compiler would treat the number as a constant and compile each
     # layer.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     _COMPILED.add(model)
+    options = {"post_grad_custom_pre_pass": JoinLinears()} if backend == "inductor" else None
     names = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in names:
-            module.compile(backend=backend)
+            module.compile(backend=backend, options=options)
 
     def choose(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = named.get("input_ids", arguments[0] if arguments else None)

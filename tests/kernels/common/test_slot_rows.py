@@ -8,8 +8,8 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted
 from support.pairs import every_pair
 from support.random_tensors import normal
 
-from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton
-from sparsekv.kernels.common.runs import store_in_slots
+from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton, store_new_row_triton
+from sparsekv.kernels.common.runs import store_in_slots, store_new_row
 
 pytestmark = compiled_or_interpreted
 S, ROOM = 5, 9
@@ -38,4 +38,20 @@ def test_each_row_is_in_its_place_and_no_other_is_touched(
     store(tuple(after), tuple(new), slots, rows)
     for was, now, given in zip(before, after, new, strict=True):
         was[4, :, 0], was[0, :, ROOM - 1], was[4, :, 3] = given[:, 0], given[:, 1], given[:, 2]
+        assert torch.equal(now, was)
+
+
+@pytest.mark.parametrize("store", [store_new_row_triton, store_new_row.reference], ids=["kernel", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("D", [64, 96])
+@pytest.mark.parametrize("row", [0, 1, ROOM - 1])
+def test_a_new_row_is_in_its_place_in_each_head(
+    store: Callable[..., None], dtype: torch.dtype, D: int, row: int
+) -> None:
+    before = [normal(seed, S, ROOM, D).to(dtype).to(DEVICE) for seed in (0, 1)]
+    new = [normal(seed, 1, S, D).to(dtype).to(DEVICE).transpose(0, 1) for seed in (2, 3)]
+    after = [one.clone() for one in before]
+    store(tuple(after), tuple(new), torch.tensor([row], device=DEVICE))
+    for was, now, given in zip(before, after, new, strict=True):
+        was[:, row] = given[:, 0]
         assert torch.equal(now, was)

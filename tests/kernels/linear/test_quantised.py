@@ -14,7 +14,8 @@ from support.spawned import run_together
 from support.without_numba import check_product
 
 from sparsekv.kernels.attention.cluster_step import compiled_kernels
-from sparsekv.kernels.linear import quantised, quantised_triton
+from sparsekv.kernels.linear import one_row_triton, quantised, quantised_triton
+from sparsekv.kernels.linear.one_row_triton import one_row_linears_triton
 from sparsekv.kernels.linear.quantised import (
     GROUP,
     Int4Weight,
@@ -22,6 +23,7 @@ from sparsekv.kernels.linear.quantised import (
     int4_linear,
     int8_linear,
     multiply,
+    one_row_linears,
     round_to_int4,
     round_to_int8,
 )
@@ -100,15 +102,42 @@ def test_kernel(bits: int, dtype: torch.dtype, shape: tuple[int, int], rows: int
 @pytest.mark.thinned
 @by_bits
 @by_dtype
-@pytest.mark.parametrize("rows", [1, 5])
-def test_every_tile_of_the_kernel(bits: int, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_of_the_kernel(bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """More outputs than one program computes, and channels that no tile divides."""
     weight = rounded(bits, 70, 1100)
-    given, bias = inputs(rows, weight, dtype)
-    for _, tile in [one for (of_bits, single), tiles in TILES.items() if of_bits == bits for one in tiles]:
-        if tile.dot or rows == 1:
-            monkeypatch.setattr(quantised_triton, "tile_for", lambda *_, tile=tile: tile)
-            assert_close(by_kernel(given, weight, bias), exact(given, weight, bias), TOLERANCE[dtype])
+    given, bias = inputs(5, weight, dtype)
+    for _, tile in TILES[bits]:
+        monkeypatch.setattr(quantised_triton, "tile_for", lambda *_, tile=tile: tile)
+        assert_close(by_kernel(given, weight, bias), exact(given, weight, bias), TOLERANCE[dtype])
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("multiplied", [one_row_linears.reference, one_row_linears_triton], ids=["torch", "kernel"])
+@pytest.mark.parametrize("bits", one_row_triton.TILES)
+@by_dtype
+@pytest.mark.parametrize("channels", [40, 2048, 2176])
+@pytest.mark.parametrize("outputs", [(5,), (70, 3), (64, 8, 33)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_layers_of_one_row_side_by_side(
+    multiplied: Product, bits: int, dtype: torch.dtype, channels: int, outputs: tuple[int, ...], biased: bool
+) -> None:
+    row = normal(1, 1, channels).to(dtype)
+    weights = [
+        rounded(bits, count, channels) if bits < 16 else (0.05 * normal(count, count, channels)).to(dtype)
+        for count in outputs
+    ]
+    biases = [normal(count, count).to(dtype) if biased else None for count in outputs]
+    moved_weights = [one.to(DEVICE) if isinstance(one, torch.Tensor) else moved(one) for one in weights]
+    with poisoned_memory():
+        found = multiplied(row.to(DEVICE), moved_weights, [None if one is None else one.to(DEVICE) for one in biases])
+    each = [
+        row.double() @ one.double().T + (0 if bias is None else bias.double())
+        if isinstance(one, torch.Tensor)
+        else exact(row, one, bias)
+        for one, bias in zip(weights, biases, strict=True)
+    ]
+    kernel = multiplied is one_row_linears_triton
+    assert_close(found.cpu(), torch.cat(each, 1), TOLERANCE[dtype] if kernel else 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.thinned
