@@ -3,10 +3,11 @@
     python docs/benchmarks/real_models.py measure FOLDER TEXT --model NAME_OR_FILE [--model ...] [--length N ...]
     python docs/benchmarks/real_models.py page FOLDER > docs/benchmarks/board.md
 
-`measure` runs commands of `sparsekv eval`, each of which asks questions of all tasks about contexts of one length that
-it draws with one seed. Several commands run beside each other, also on one GPU. After `--minutes` no command begins,
-and those that run are stopped. The same call goes on later: answers are kept in FOLDER, and none is computed twice.
-A length beyond a model's positions stretches them by YaRN, at most to four times as many.
+`measure` runs commands of `sparsekv eval`, each of which asks questions of one task about contexts of one length that
+it draws with one seed. Several commands run beside each other, also on one GPU. With two GPUs, run `measure` twice, with
+other lengths and other CUDA_VISIBLE_DEVICES. After `--minutes` no command begins, and those that run are stopped. The
+same call goes on later: answers are kept in FOLDER, and none is computed twice. A length beyond a model's positions
+stretches them by YaRN, at most to four times as many.
 
 `page` reads FOLDER's answers. Differences are to dense attention's answers to the same questions, in points, with the
 95% interval of a bootstrap over contexts. A task that dense attention answers less than 20% right is beyond the model.
@@ -17,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -42,10 +44,10 @@ TASKS = (
     *("vt", "cwe", "fwe"),
 )
 METHODS = ("codes", "multipole", "squeezed", "csattention", "pqcache", "quest", "oracle", "window")
-BUDGETS = ("0.5%", "1.5%", "5%")
+BUDGETS = ("1.5%", "5%")
 LENGTHS = (4096, 16384, 30000, 64000, 120000)
-CONTEXTS, QUESTIONS, GROUPS = 1, 8, 3
-"""Contexts of a task that one command draws, the questions about each, and the number of commands of a length."""
+CONTEXTS, QUESTIONS, GROUPS = 1, 8, 2
+"""Contexts that one command draws, the questions about each, and the number of commands of a length and task."""
 BEYOND = 20.0
 """Percentage of right answers by dense attention below which a task is beyond the model."""
 HARD = ("niah-multikey-2", "niah-multikey-3")
@@ -57,26 +59,26 @@ FURTHEST = 4
 
 @dataclass(frozen=True)
 class Command:
-    """One call of `sparsekv eval`: contexts of `length` tokens that are drawn with `seed`, for a model."""
+    """One call of `sparsekv eval`: contexts of a task, of `length` tokens, that are drawn with `seed`, for a model."""
 
     model: str
     length: int
     seed: int
+    task: str
     scaling: str | None
 
     @property
     def name(self) -> str:
-        return f"{Path(self.model).stem}-{self.length}-{self.seed}"
+        return f"{Path(self.model).stem}-{self.length}-{self.seed}-{self.task}"
 
     def arguments(self, text: str, work: str, answers: str) -> list[str]:
         """Return the arguments of `sparsekv` that write the answers to a file."""
-        tasks = [part for task in TASKS for part in ("--task", task)]
         ways = [part for name in METHODS for part in ("--method", name)]
         ways += [part for share in BUDGETS for part in ("--budget", share)]
         drawn = ["--length", self.length, "--contexts", CONTEXTS, "--questions", QUESTIONS, "--seed", self.seed]
         scaled = ["--rope-scaling", self.scaling] if self.scaling else []
         kept = ["--work", work, "--answers", answers, "--json", "-q"]
-        return list(map(str, ["eval", text, "--model", self.model, *tasks, *drawn, *ways, *scaled, *kept]))
+        return list(map(str, ["eval", text, "--model", self.model, "--task", self.task, *drawn, *ways, *scaled, *kept]))
 
 
 def commands(models: Sequence[str], lengths: Sequence[int], groups: int) -> Iterator[Command]:
@@ -89,7 +91,7 @@ def commands(models: Sequence[str], lengths: Sequence[int], groups: int) -> Iter
         factor = math.ceil((length + ROOM) / (positions[model] or math.inf))
         if factor <= FURTHEST:
             scaling = f"yarn:{factor}" if factor > 1 else None
-            yield from (Command(model, length, seed, scaling) for seed in range(groups))
+            yield from (Command(model, length, seed, task, scaling) for seed in range(groups) for task in TASKS)
 
 
 class Measurement:
@@ -117,7 +119,7 @@ class Measurement:
             return False
         answers, began = self._answers(command), time.monotonic()
         arguments = command.arguments(str(self.text), str(self.folder / "work" / command.name), str(answers))
-        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
         process = subprocess.Popen(
             [*SPARSEKV, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -133,13 +135,18 @@ class Measurement:
 
 
 Answers = list[dict[str, Any]]
+NAME = re.compile(r"(.+)-(\d+)-(\d+)-([a-z][a-z0-9-]*)")
+"""Model, length, seed and task in a file's name."""
 
 
 def read(folder: Path) -> dict[tuple[str, int], Answers]:
     """Return all answers by model and length; each has the seed of its context."""
     found: dict[tuple[str, int], Answers] = {}
     for file in sorted(folder.glob("*.jsonl")):
-        model, length, seed = file.stem.rsplit("-", 2)
+        named = NAME.fullmatch(file.stem)
+        if named is None:
+            raise SystemExit(f"{file} is no file of answers that this script names")
+        model, length, seed = named.group(1, 2, 3)
         lines = file.read_text(encoding="utf-8").splitlines()
         found.setdefault((model, int(length)), []).extend({**json.loads(line), "seed": int(seed)} for line in lines)
     return found
@@ -160,7 +167,10 @@ class Row:
 
 
 def table(answers: Answers) -> tuple[list[Row], dict[str, float]]:
-    """Return the rows of a model at a length, and each task's right answers by dense attention in percent."""
+    """Return the rows of a model at a length, and each task's right answers by dense attention in percent.
+
+    There are no rows if all tasks are beyond the model.
+    """
     ways: dict[tuple[str, float | None], Answers] = {}
     for one in answers:
         ways.setdefault((one["method"], one["budget"]), []).append(one)
@@ -171,7 +181,7 @@ def table(answers: Answers) -> tuple[list[Row], dict[str, float]]:
     }
     within = [task for task, right in by_task.items() if right >= BEYOND]
     rows = []
-    for (method, budget), given in ways.items():
+    for (method, budget), given in ways.items() if within else ():
         dense = (method, budget) == ("dense", None)
         kept, beside = _of(given, within), _of(base, within)
         read = [one["kv_fraction"] for one in kept if one["kv_fraction"] is not None]
@@ -229,8 +239,9 @@ def page(folder: Path) -> str:
         rows, by_task = table(answers)
         contexts = {(one["task"], one["seed"], one["context"]) for one in answers}
         text += [f"## {model}, {length:,} tokens", ""]
-        text += [f"{rows[0].questions} questions of tasks within the model's reach; {len(contexts)} contexts.", ""]
-        text += [_line(HEADERS), _line(["---", "---:"] + ["---:"] * (len(HEADERS) - 2))]
+        within = rows[0].questions if rows else 0
+        text += [f"{within} questions of tasks within the model's reach; {len(contexts)} contexts in all.", ""]
+        text += [_line(HEADERS), _line(["---", "---:"] + ["---:"] * (len(HEADERS) - 2))] if rows else []
         text += [_line(_cells(row)) for row in rows]
         told = ", ".join(f"{task} {right:.0f}{' (beyond)' * (right < BEYOND)}" for task, right in by_task.items())
         text += ["", f"Dense attention by task, in percent: {told}.", ""]
@@ -269,7 +280,9 @@ def parsed() -> argparse.Namespace:
     measure.add_argument("text", type=Path, help="a long text, from which contexts are drawn")
     measure.add_argument("--model", action="append", required=True, help="as in `sparsekv eval`; repeatable")
     measure.add_argument("--length", action="append", type=int, help=f"repeatable; by default {LENGTHS}")
-    measure.add_argument("--groups", type=int, default=GROUPS, help="commands of a model and length, each with a seed")
+    measure.add_argument(
+        "--groups", type=int, default=GROUPS, help="commands of a model, length and task, each with a seed"
+    )
     measure.add_argument("--minutes", type=float, default=9.0)
     measure.add_argument("--workers", type=int, default=1, help="commands that run beside each other")
     measure.add_argument("--print", action="store_true", help="print the commands and run none")
