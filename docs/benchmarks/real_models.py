@@ -4,8 +4,8 @@
     python docs/benchmarks/real_models.py page FOLDER > docs/benchmarks/board.md
 
 `measure` runs commands of `sparsekv eval`, each of which asks questions of one task about contexts of one length that
-it draws with one seed. Several commands run beside each other, also on one GPU. With two GPUs, run `measure` twice, with
-other lengths and other CUDA_VISIBLE_DEVICES. After `--minutes` no command begins, and those that run are stopped. The
+it draws with one seed. Several commands run beside each other, also on one GPU. With two GPUs, run `measure` for each,
+with other lengths and another CUDA_VISIBLE_DEVICES. After `--minutes` no command begins, and those that run end. The
 same call goes on later: answers are kept in FOLDER, and none is computed twice. A length beyond a model's positions
 stretches them by YaRN, at most to four times as many.
 
