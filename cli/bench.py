@@ -96,8 +96,9 @@ def bench(options: BenchOptions) -> None:
     k-means), or those of a layer of an --index. The table has a row for each method at each budget.
 
     \b
-    speed-up  Time of the fastest form of torch's dense attention in the same
-              run, divided by the method's time.
+    speed-up  Time of the fastest dense attention of other libraries in the same
+              run, divided by the method's time. They are torch and, where it is
+              installed, FlashAttention-3 (on a Hopper GPU: fa3-fwd of PyPI).
     kv fraction
               What the method reads of the document's keys and values, its
               index included, as a share of all of them.

@@ -91,10 +91,11 @@ class BenchModelOptions:
 def bench_model(options: BenchModelOptions) -> None:
     """Time decode steps of a whole model with random weights, of the shape of --config.
 
-    Each step is fed with the tokens of the step before. The steps run with the fastest form of torch's dense attention,
-    with sparsekv's dense attention, without attention, and with each --method at each budget. To fit into memory, the
-    model's layers take turns with the keys and values of a few layers. With several --weights all of these steps run
-    with each: speed-ups are over dense attention with the same weights.
+    Each step is fed with the tokens of the step before. The steps run with the fastest dense attention of other
+    libraries, with sparsekv's dense attention, without attention, and with each --method at each budget. The other
+    libraries are torch and, where it is installed, FlashAttention-3. To fit into memory, the model's layers take turns
+    with the keys and values of a few layers. With several --weights all of these steps run with each: speed-ups are
+    over dense attention with the same weights.
 
     With --shared a step is of --batch questions over one document, as in `generate --batch-file`. Queries of all
     questions get a part in common, as a trained model's have.

@@ -17,8 +17,9 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.sparse_layer import packed_layer
 from sparsekv.runtime.benchmark.clock import Timing, clock_for
+from sparsekv.runtime.benchmark.dense_forms import DenseForm, dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, place_rows, sparse_layer
-from sparsekv.runtime.benchmark.layer_timer import OWN, DenseForm, RefusedError, dense_forms, refuse_unshared
+from sparsekv.runtime.benchmark.layer_timer import OWN, RefusedError, refuse_unshared
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer, PackedStep, Piece
@@ -31,7 +32,7 @@ from sparsekv.runtime.selection.registry import DENSE
 
 
 class DenseFormLayer(StoredLayer):
-    """Cache layer that attends to the context by one of torch's implementations of dense attention.
+    """Cache layer that attends to the context by one implementation of `dense_forms`.
 
     The layer stores the keys and values of new tokens, but does not attend to them.
     """
@@ -203,7 +204,7 @@ class ModelRow:
         median_ms, lower_ms, upper_ms: median and quartiles of a step's milliseconds.
         timed: `graph`, `eager` or `wall clock`.
         tokens_per_second: tokens per second, of all sequences of the batch together.
-        speedup: `tokens_per_second` divided by that of torch's dense attention with the same weights.
+        speedup: `tokens_per_second` divided by that of the fastest dense attention with the same weights.
         kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
             tail (the middle), divided by the number of the middle's key and value rows.
     """
@@ -246,9 +247,9 @@ class ModelBench:
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
-        """Time steps with torch's fastest dense attention, with our dense attention, and without attention.
+        """Time steps with the fastest of `dense_forms`, with our dense attention, and without attention.
 
-        Torch's dense attention is the baseline of all speed-ups. A step without attention takes the time of the rest
+        The fastest form is the baseline of all speed-ups. A step without attention takes the time of the rest
         of the model.
         """
         name = self._fastest_form()

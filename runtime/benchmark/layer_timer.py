@@ -1,15 +1,12 @@
-"""Time the decode step of one layer with methods at several budgets, compared with torch's fastest dense attention."""
+"""Time the decode step of one layer with methods at several budgets, compared with the fastest dense attention."""
 
 import platform
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact
@@ -18,6 +15,7 @@ from sparsekv.formats.models.load import DTYPES
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.benchmark.clock import Clock, Timing
+from sparsekv.runtime.benchmark.dense_forms import dense_forms
 from sparsekv.runtime.benchmark.layer import (
     LayerData,
     dense_layer,
@@ -68,77 +66,6 @@ class SettingTimes:
         return self.clock.time(step, form.method.cycle()).median
 
 
-CUDA_BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-
-
-DenseForm = Callable[[torch.Tensor], torch.Tensor]
-"""Function from queries [batch Hq, Q, D] to the attention output of the same shape, over one layer's keys and values,
-without a mask."""
-
-
-def dense_steps(data: LayerData) -> Iterator[tuple[str, Run]]:
-    """Yield the name of each form of `dense_forms`, and a step: a call of the form with the layer's query."""
-    for name, form in dense_forms(data):
-        yield name, partial(form, data.query)
-
-
-def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
-    """Yield torch's implementations of dense attention that support this data and device, by name.
-
-    `gqa` passes grouped query heads to torch. `folded` passes a group's query heads as several queries of one KV head.
-    Without a mask both give the same result, and keys and values are read once for all questions. On a GPU, `gqa` and
-    `folded` are tried with each of torch's fused kernels. No memory is allocated other than by torch's attention.
-    """
-    backends: dict[str, SDPBackend | None] = {"": None}
-    if data.keys.is_cuda:
-        backends = dict(CUDA_BACKENDS)
-    for name, backend in backends.items():
-        for kind in ("gqa", "folded"):
-            form = _attention(data, folded=kind == "folded")
-            form = form if backend is None else _with_backend(form, backend)
-            if _runs(partial(form, data.query)):
-                yield f"sdpa {name} {kind}".replace("  ", " "), form
-
-
-def _attention(data: LayerData, *, folded: bool) -> DenseForm:
-    keys, values = (rows.unflatten(0, (data.batch, -1)) for rows in (data.keys, data.values))
-    scale = data.facts.softmax_scale
-
-    def attend(query: torch.Tensor) -> torch.Tensor:
-        heads = query.unflatten(0, (len(data.keys), -1)).flatten(1, 2) if folded else query
-        apart = heads.unflatten(0, (data.batch, -1))
-        output = scaled_dot_product_attention(apart, keys, values, scale=scale, enable_gqa=not folded)
-        return output.reshape(query.shape)
-
-    return attend
-
-
-def _with_backend(form: DenseForm, backend: SDPBackend) -> DenseForm:
-    def attend(query: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return form(query)
-
-    return attend
-
-
-def _runs(step: Run) -> bool:
-    """Whether torch can run a step."""
-    try:
-        with warnings.catch_warnings():
-            # If the kernel is unavailable, torch also warns about each kernel that was not allowed.
-            warnings.simplefilter("ignore")
-            step()
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return False
-    return True
-
-
 OWN = "sparsekv"
 
 
@@ -162,7 +89,7 @@ class StepTiming:
         budget: None for dense attention.
         median_ms, lower_ms, upper_ms: median and quartiles in milliseconds.
         timed: `graph`, `eager` or `wall clock`.
-        speedup: median time of torch's fastest dense attention, divided by this median.
+        speedup: median time of the fastest dense attention of other libraries, divided by this median.
         kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
             tail (the middle), divided by the number of the middle's key and value rows.
         bytes: bytes that a step reads.
@@ -209,14 +136,17 @@ class Bench:
 
     @torch.inference_mode()
     def dense(self) -> list[StepTiming]:
-        """Time torch's implementations of dense attention and this project's dense attention.
+        """Time the dense attention of other libraries and this project's dense attention.
 
-        The results of torch's implementations come first, sorted by time. The fastest is the baseline of all speed-ups.
+        The results of other libraries come first, sorted by time. The fastest is the baseline of all speed-ups.
         In a model, this project's dense attention decodes the layers that have a sliding window.
         """
         middle, keys = self.data.split.middle, self.data.keys
         read = 2.0 * keys.shape[0] * keys.shape[1] * self.data.row_bytes()
-        timings = {name: self._timed(f"{DENSE} {name}", step) for name, step in dense_steps(self.data)}
+        timings = {
+            name: self._timed(f"{DENSE} {name}", partial(form, self.data.query))
+            for name, form in dense_forms(self.data)
+        }
         self.dense_ms = min(timing.median for timing in timings.values())
         order = sorted(timings, key=lambda name: timings[name].median)
         own = layer_step(self.data, dense_layer(self.data))

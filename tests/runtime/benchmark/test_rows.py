@@ -9,6 +9,7 @@ from support.reference import assert_close, reference_attention
 from sparsekv.cli.benchmarking.output import MixtureIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.benchmark.clock import CudaClock, WallClock
+from sparsekv.runtime.benchmark.dense_forms import dense_forms
 from sparsekv.runtime.benchmark.layer import (
     SINKS,
     TAIL,
@@ -19,7 +20,7 @@ from sparsekv.runtime.benchmark.layer import (
     mixture,
     relative_error,
 )
-from sparsekv.runtime.benchmark.layer_timer import OWN, Bench, RefusedError, StepTiming, dense_steps
+from sparsekv.runtime.benchmark.layer_timer import OWN, Bench, RefusedError, StepTiming
 from sparsekv.runtime.benchmark.sources import index_mixture
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.methods.oracle import Oracle
@@ -91,10 +92,10 @@ def test_every_form_of_dense_attention_is_attention(data: LayerData) -> None:
     query = data.query.unflatten(0, (len(data.keys), -1))
     expected = reference_attention(query, data.keys, data.values, data.facts.softmax_scale).flatten(0, 1)
     assert_close(exact_output(data), expected, 1e-5)
-    forms = dict(dense_steps(data))
+    forms = dict(dense_forms(data))
     assert len(forms) == 2
-    for step in forms.values():
-        assert_close(step(), expected, 1e-5)
+    for form in forms.values():
+        assert_close(form(data.query), expected, 1e-5)
 
 
 QUESTIONS = 5
@@ -110,8 +111,8 @@ def test_every_form_of_dense_attention_is_that_of_each_question(asked: LayerData
     query = asked.query.unflatten(0, (len(asked.keys), -1))
     expected = reference_attention(query, asked.keys, asked.values, asked.facts.softmax_scale).flatten(0, 1)
     assert_close(exact_output(asked), expected, 1e-5)
-    for step in dict(dense_steps(asked)).values():
-        assert_close(step(), expected, 1e-5)
+    for form in dict(dense_forms(asked)).values():
+        assert_close(form(asked.query), expected, 1e-5)
     assert_close(layer_step(asked, DenseLayer(asked.keys, asked.values))(), expected, 1e-5)
 
 
