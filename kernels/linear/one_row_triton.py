@@ -14,10 +14,7 @@ import triton.language as tl
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.common.tiles_triton import WIDEN
-from sparsekv.kernels.linear.quantised import PAIR, Int4Weight, Int8Weight, Weight
-
-MOST = 3
-"""Maximum number of weights in one launch: those of queries, keys and values."""
+from sparsekv.kernels.linear.quantised import PAIR, TOGETHER, Int4Weight, Int8Weight, Weight
 
 _PAIR = tl.constexpr(PAIR)
 
@@ -195,7 +192,7 @@ def one_row_linears_triton(row, weights, biases):
     output = row.new_empty(1, sum(counts))
     more = [_tensors(*pair) for pair in zip(weights, biases, strict=True)]
     slots = [part for tensors, count in zip(more, counts, strict=True) for part in (*tensors, count)]
-    slots += (*more[0], 0) * (MOST - len(weights))
+    slots += (*more[0], 0) * (TOGETHER - len(weights))
     _one_row_kernel[(sum(triton.cdiv(count, tile.outputs) for count in counts),)](
         row.contiguous(), *slots, output, row.shape[1], NUMBER=len(weights), HAS_BIAS=biases[0] is not None,
         WHOLE=row.shape[1] % tile.channels == 0, BITS=_bits(weights[0]), EXACT=row.dtype == torch.float32,

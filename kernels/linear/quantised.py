@@ -17,6 +17,8 @@ PAIR = 2 * GROUP
 """Input channels of a pair of groups: the 4-bit numbers of both groups share bytes, and the scales share a word."""
 FEW = 16
 """Maximum number of rows that the kernels multiply; with more rows, the time of dequantising the weights is small."""
+TOGETHER = 3
+"""Maximum number of layers that multiply a row together: those of queries, keys and values."""
 BLOCK = 1 << 24
 """Weights that are rounded at a time, because rounding allocates 16 bytes for each weight."""
 WORTH_IT = 1 << 16

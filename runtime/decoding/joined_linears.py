@@ -9,11 +9,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.linear.quantised import one_row_linears
+from sparsekv.kernels.linear.quantised import TOGETHER, one_row_linears
 from sparsekv.kernels.linear.quantised_linear import rounded
-
-MOST = 3
-"""Maximum number of layers in one launch: those of queries, keys and values."""
 
 aten = torch.ops.aten
 
@@ -68,8 +65,8 @@ class JoinLinears(CustomGraphPass):  # type: ignore[misc]  # torch gives it no t
         for product in self._products(graph):
             kinds.setdefault(product.kind, []).append(product)
         for products in kinds.values():
-            for start in range(0, len(products), MOST):
-                some = products[start : start + MOST]
+            for start in range(0, len(products), TOGETHER):
+                some = products[start : start + TOGETHER]
                 if len(some) > 1 or some[0].scales is None:
                     _join(graph, some)
         graph.lint()

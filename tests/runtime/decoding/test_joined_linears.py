@@ -1,20 +1,25 @@
 """Linear layers that multiply the same row become one operator of a compiled graph, with the same output."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from support.random_tensors import normal
 from support.reference import assert_close
+from support.small_index import random_ids
+from support.tiny_models import FAMILIES
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 from torch.nn.functional import linear, rms_norm, silu
+from transformers import DynamicCache
 
-from sparsekv.kernels.linear.quantised import round_to_int4, round_to_int8
-from sparsekv.kernels.linear.quantised_linear import QuantisedLinear
+from sparsekv.kernels.linear.quantised import Weight, one_row_linears, round_to_int4, round_to_int8
+from sparsekv.kernels.linear.quantised_linear import QuantisedLinear, quantise_linears
+from sparsekv.runtime.decoding import joined_linears
+from sparsekv.runtime.decoding.compiled import compile_layers
 from sparsekv.runtime.decoding.joined_linears import JoinLinears
 
 CHANNELS = 64
@@ -112,3 +117,33 @@ def test_only_products_of_the_same_row_and_of_given_weights_are_joined() -> None
     x, y = normal(8, 1, CHANNELS).bfloat16(), normal(9, 1, CHANNELS).bfloat16()
     assert_close(compiled(x, y, *weights), products(x, y, *weights).double(), 8e-3)
     assert numbers == [3, 2, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "bits"), [("llama", 16), ("qwen2", 16), ("qwen3", 8), ("qwen2", 8), ("llama", 4)])
+@torch.inference_mode()
+def test_compiled_steps_on_a_gpu_give_the_models_logits(
+    family: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FAMILIES[family]().to("cuda", torch.bfloat16)  # type: ignore[call-overload]  # transformers wraps `to`
+    if bits < 16:
+        quantise_linears(model, bits)
+    tokens, numbers = random_ids(12).to("cuda"), list[int]()
+
+    def logits() -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        steps = [tokens[:8], *tokens[8:].split(1)]
+        return torch.cat([model(input_ids=one[None], past_key_values=cache).logits[0] for one in steps])
+
+    def counted(row: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        numbers.append(len(weights))
+        return one_row_linears(row, weights, biases)
+
+    monkeypatch.setattr(joined_linears, "one_row_linears", counted)
+    expected = logits()
+    hook = compile_layers(model)
+    found = logits()
+    hook.remove()
+    torch.compiler.set_stance("default")
+    assert_close(found.cpu(), expected.double().cpu(), 3e-2)
+    assert {2, 3} <= set(numbers) <= {1, 2, 3}
