@@ -73,6 +73,9 @@ class Builder(Protocol):
         All methods share one sample. The dict is empty if the method needs the whole sample, or no queries.
         """
 
+    def check(self, prompt: FixedPrompt) -> None:
+        """Raise UsageError if the prompt is too short or too long for an index."""
+
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build the index of a prompt, or resume an interrupted build. Raises the errors of `indexing.build_index`."""
 
@@ -218,6 +221,26 @@ def check_room(comparison: Comparison, contexts: list[Context]) -> None:
                 f"a document of {context.task} has {tokens} tokens, and {comparison.loaded.name} has positions "
                 f"for {room} besides the question and the answer; give a smaller --length{stretch}"
             )
+
+
+def indexable(comparison: Comparison, contexts: list[Context]) -> tuple[list[Context], list[str]]:
+    """Return the contexts that can be indexed, and a line for each other context with the reason.
+
+    Raises:
+        UsageError: no context can be indexed.
+    """
+    kept, left_out = list[Context](), list[tuple[str, UsageError]]()
+    for context in contexts:
+        try:
+            comparison.builder.check(comparison.prompt(context.text, bare=context.bare))
+        except UsageError as error:
+            left_out.append((f"{context.task}, {context.name}", error))
+        else:
+            kept.append(context)
+    if not kept:
+        (first, why), others = left_out[0], f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        raise UsageError(f"{first}{others}: {why}")
+    return kept, [f"{name}: {error}" for name, error in left_out]
 
 
 INDICES = "indices"
