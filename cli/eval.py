@@ -68,7 +68,8 @@ def evaluate_methods(options: EvalOptions) -> None:
     mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
     _write_files(options, found, places, mapped, about)
     if options.answers is not None:
-        write_answers(results, options.answers, quiet=options.run.quiet)
+        records = (recipe.answer_record(result, about) for result in results)
+        write_answers(records, options.answers, quiet=options.run.quiet)
     print_rows(found, places, about, options.format)
     note_few_contexts(found, quiet=options.run.quiet)
 
