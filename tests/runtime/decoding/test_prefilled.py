@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.configs import sparse
+from support.engines import count_rows_on_the_device
 from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import UsageError
@@ -60,6 +61,11 @@ def test_each_family(family_index: OpenIndex) -> None:
     for together in (0, 2):
         _same(family_index, config, together=together)
         _same(family_index, DecodeConfig(Dense()), together=together)
+
+
+def test_steps_as_a_gpu_takes_them(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_rows_on_the_device(monkeypatch)
+    _same(index, sparse("squeezed", methods()["squeezed"](), Budget(0.1), question=Dense()))
 
 
 def test_int8_rows(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.evaluation import engine
 from sparsekv.runtime.evaluation.engine import INDICES, Comparison, evaluate
 from sparsekv.runtime.evaluation.table import Result
 from sparsekv.runtime.evaluation.tasks import Context, Question, in_turns
@@ -100,6 +101,18 @@ def test_a_resumed_run_prefills_only_the_questions_that_are_left(loaded: LoadedM
     results, passes = _prefilled(_comparison(loaded, ("quest",)), CONTEXT, tmp_path)
     assert passes == [0, 0, 1]
     assert len(results) == len(TEXTS) * (1 + len(BUDGETS))
+
+
+def test_only_as_many_tokens_of_questions_are_kept_as_the_limit_allows(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here as many as the context has. The other questions are prefilled by each variant."""
+    monkeypatch.setattr(engine, "MOST_PREFILLED", 0)
+    long = replace(CONTEXT.questions[1], text="Why, " * 80)
+    context = replace(CONTEXT, questions=(CONTEXT.questions[0], long, CONTEXT.questions[2]))
+    comparison = _comparison(loaded, ("quest",))
+    variants = len(comparison.ways())
+    assert _prefilled(comparison, context, tmp_path)[1] == [1, variants, variants]
 
 
 def test_questions_that_select_by_themselves_are_prefilled_by_each_variant(loaded: LoadedModel, tmp_path: Path) -> None:
