@@ -30,7 +30,8 @@ def _same(index: OpenIndex, config: DecodeConfig, *, together: int = 0) -> None:
     prefilled = [prefill_question(index, index.dense_cache(), one) for one in asked]
     cache = index.cache(config)
     assert divides_questions(cache.stored_layers)
-    own, shared = (_answers(index, cache, asked, kept, together) for kept in ([None] * len(asked), prefilled))
+    own = _answers(index, cache, asked, [None] * len(asked), together)
+    shared = _answers(index, cache, asked, [*prefilled], together)
     assert shared == own
     assert all(len(ids) == GREEDY.max_new_tokens for ids, _ in own)
 
