@@ -19,7 +19,7 @@ from sparsekv.cli.evaluating.output import (
 from sparsekv.cli.evaluating.recipe import EvalRecipe, answer_by_ray
 from sparsekv.cli.pages.page import write_html
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.runtime.evaluation.engine import check_room, evaluate
+from sparsekv.runtime.evaluation.engine import check_room, evaluate, indexable
 from sparsekv.runtime.evaluation.inputs import cut_notes, read_contexts
 from sparsekv.runtime.evaluation.table import Cell, Score, cells, expecting_dense, rows
 from sparsekv.runtime.selection.registry import methods
@@ -48,6 +48,9 @@ def evaluate_methods(options: EvalOptions) -> None:
     comparison = recipe.load()
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)
+    asked, left_out = indexable(comparison, asked)
+    for line in left_out:
+        note(f"left out: {line}", quiet=options.run.quiet)
     for line in cut_notes(inputs, comparison, asked):
         note(line, quiet=options.run.quiet)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each by"
@@ -65,7 +68,8 @@ def evaluate_methods(options: EvalOptions) -> None:
     mapped = places if len(inputs.lengths) > 1 or len(inputs.request.depths) > 1 else []
     _write_files(options, found, places, mapped, about)
     if options.answers is not None:
-        write_answers(results, options.answers, quiet=options.run.quiet)
+        records = (recipe.answer_record(result, about) for result in results)
+        write_answers(records, options.answers, quiet=options.run.quiet)
     print_rows(found, places, about, options.format)
     note_few_contexts(found, quiet=options.run.quiet)
 

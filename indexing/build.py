@@ -358,6 +358,10 @@ class Builder:
         own = methods[name].queries_wanted() if name in methods else 0
         return {"queries": self.queries} if own and own != self.queries else {}
 
+    def check(self, prompt: FixedPrompt) -> None:
+        """Raise UsageError if the prompt is too short for sinks and tail, or too long for the model."""
+        BuildPlan(self.loaded, prompt, self.config).split()
+
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build or resume the index of a prompt. Raises the errors of `build_index`, with the remedies of `eval`."""
         plan = BuildPlan(self.loaded, prompt, replace(self.config, prefill=self.prefills[prefill]))

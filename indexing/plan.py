@@ -407,7 +407,7 @@ class BuildPlan:
         if tokens - sinks < least:
             return ""
         fewer = f"--sinks {sinks} " if sinks != self.config.sinks else ""
-        return f", or build with {fewer}--tail {(tokens - sinks) // 2}"
+        return f", or give {fewer}--tail {(tokens - sinks) // 2}"
 
 
 @dataclass(frozen=True)

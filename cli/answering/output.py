@@ -153,7 +153,7 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
         "dense_layers": config.dense_layers or None,
         "guard": None if config.guard is None else config.guard.share,
         "ahead": config.ahead,
-        "lossless": config.lossless or None,
+        "lossless": config.lossless,
         "code": _code(config),
         **more,
     }

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.runtime.selection.interface import Budget
 
 FIRST_FIELD = '{"question": '
 """The beginning of each line of the file of `--resume`."""
@@ -47,20 +48,40 @@ def _same(found: Any, value: Any) -> bool:
 
 
 def _differing(name: str, found: Any, value: Any) -> str:
-    """Describe how the stored value of a setting differs from the requested value.
+    """Describe the options of a stored setting that differ from the requested ones, as a user types them.
 
-    For a setting with several parameters, only the differing parameters are listed.
+    A setting with several parameters has an option for each of them.
     """
     if isinstance(found, dict) and isinstance(value, dict):
-        names = [one for one in value if not _same(found.get(one), value[one])] or [
-            one for one in found if one not in value
-        ]
-        return ", ".join(f"{one.replace('_', '-')} {found.get(one)}, not {value.get(one)}" for one in names)
-    return f"{name} {found}, not {value}"
+        names = [one for one in found | value if not _same(found.get(one), value.get(one))]
+        return " and ".join(_differing(one, found.get(one), value.get(one)) for one in names)
+    option = f"--{name.replace('_', '-')}"
+    if not _is_given(found):
+        return f"without {_typed(option, value)}"
+    other = f", not {_text(option, value)}" if _is_given(value) and value is not True else ""
+    return f"with {_typed(option, found)}{other}"
 
 
-OTHERWISE = {"index": "over another index", "code": "by another version of the method's package"}
-"""How answers were made, by a setting whose values tell a person nothing."""
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _typed(option: str, value: Any) -> str:
+    return option if value is True else f"{option} {_text(option, value)}"
+
+
+def _text(option: str, value: Any) -> str:
+    if option == "--budget" and isinstance(value, int | float):
+        return str(Budget(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+OTHERWISE = {
+    "index": "over another index",
+    "code": "by another version of the method's package",
+    "layer_budgets": "with other budgets of single layers (--schedule)",
+}
+"""How answers were made, by a setting that has no option, or whose value is too long for a message."""
 
 
 @contextmanager
@@ -150,9 +171,10 @@ class AnswersFile:
         held = record.get("settings")
         found = record | (held if isinstance(held, dict) else {})
         for name, value in (setting | self.settings).items():
-            if not _same(found.get(name), value):
-                told = f"with {_differing(name.replace('_', '-'), found.get(name), value)}"
-                other = OTHERWISE.get(name, told)
+            # A line of an earlier version lacks an option that did not exist.
+            before = found.get(name, False if value is False else None)
+            if not _same(before, value):
+                other = OTHERWISE.get(name) or _differing(name, before, value)
                 remedy = "give the settings of that line, or name another file"
                 raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 

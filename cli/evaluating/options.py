@@ -88,7 +88,8 @@ class EvalOptions:
     """Command-line options of `eval`."""
 
     document: Annotated[
-        str | None, typer.Argument(metavar="DOC", help="A text to make tasks from; - for standard input.")
+        str | None,
+        typer.Argument(metavar="DOC", help="A text to make tasks from; - for standard input. Some tasks need none."),
     ] = None
     task: Annotated[
         list[str] | None,

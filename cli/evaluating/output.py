@@ -14,7 +14,7 @@ from sparsekv.cli.common.tables import differing, grouped, say_markup, show_fitt
 from sparsekv.cli.pages.page import Page, budget_texts, refuse_other_file, replace_file, report_page
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import AUTO
-from sparsekv.runtime.evaluation.table import Cell, Result, Score
+from sparsekv.runtime.evaluation.table import Cell, Score
 from sparsekv.runtime.selection.interface import Budget
 
 
@@ -53,14 +53,14 @@ def refuse_unwritable_answers(path: Path | None) -> None:
     refuse_other_file(path, ANSWERS, "file of answers", ANSWERS_START)
 
 
-def write_answers(results: Iterable[Result], path: Path, *, quiet: bool) -> None:
-    """Write each question's answer by each variant as a line of JSON, with its score in the unit of its metric.
+def write_answers(records: Iterable[dict[str, Any]], path: Path, *, quiet: bool) -> None:
+    """Write each question's answer by each variant as a line of JSON.
 
     The file is written whole or not at all. Raises the errors of `refuse_unwritable_answers`, and SparsekvError if the
     file cannot be written.
     """
     refuse_unwritable_answers(path)
-    lines = (json.dumps(result.record(), ensure_ascii=False) + "\n" for result in results)
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     replace_file(path, "".join(lines), ANSWERS, "answers")
     note(f"answers: {path}", quiet=quiet)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.ray_cluster import RayCluster, RayWorker, whole_model
@@ -24,7 +24,7 @@ from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.choose_config import question_prefill
 from sparsekv.runtime.evaluation.engine import Comparison, Parts, Progress, evaluate, unanswered
 from sparsekv.runtime.evaluation.inputs import work_folder
-from sparsekv.runtime.evaluation.table import Answers, Cell, Score
+from sparsekv.runtime.evaluation.table import Answers, Cell, Result, Score
 from sparsekv.runtime.evaluation.tasks import Context
 from sparsekv.runtime.selection.interface import Budget, Method
 from sparsekv.runtime.selection.registry import configure, parameters_label, refuse_unused
@@ -88,8 +88,24 @@ class EvalRecipe:
 
     def labelled(self, rows: list[T]) -> list[T]:
         """Return the rows, each with the options of its method at the beginning of its variant."""
-        parts = [(self.labels.get(row.method), row.variant) for row in rows]
-        return [replace(row, variant=" + ".join(filter(None, part))) for row, part in zip(rows, parts, strict=True)]
+        return [replace(row, variant=self._label(row.method, row.variant)) for row in rows]
+
+    def answer_record(self, result: Result, about: dict[str, Any]) -> dict[str, Any]:
+        """Return a result as a JSON object with its model and settings. `about` is the head of `--json`."""
+        question, options = self.question, self.options
+        return {
+            **result.record(),
+            "variant": self._label(result.way.method, result.way.variant),
+            **{name: about[name] for name in ("model", "document", "weights", "kv_dtype", "rope_scaling", "seed")},
+            "question_prefill": question.name,
+            "question_budget": question.budget.value if isinstance(question, QuestionPrefill) else None,
+            "sinks": options.sinks,
+            "tail": options.tail,
+            "batch_size": options.batch_size,
+        }
+
+    def _label(self, method: str, variant: str) -> str:
+        return " + ".join(filter(None, (self.labels.get(method), variant)))
 
     def load(self) -> Comparison:
         """Load the model and return the comparison. Raises the errors of `load_model`."""

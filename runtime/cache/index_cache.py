@@ -13,7 +13,7 @@ from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.common.given_rows import CalledCache
 from sparsekv.kernels.common.hook import AttentionCall, is_routed
-from sparsekv.kernels.common.states import LayerKinds, state_tensors
+from sparsekv.kernels.common.states import LayerKinds, copied_state, state_tensors
 from sparsekv.runtime.cache.buffers import ModelGraph, ReadRows, read_share, total_read
 from sparsekv.runtime.cache.document_state import DocumentState
 from sparsekv.runtime.cache.kept_turns import KeptRows
@@ -294,6 +294,18 @@ class IndexCache(SequenceCache):
     def own_keys(self, layer: int, slot: int, tokens: int) -> torch.Tensor:
         of_layer = self.by_number[layer]
         return of_layer.keys[:, of_layer.first : of_layer.first + tokens]
+
+    def kept(self, slot: int, tokens: int) -> KeptRows:
+        own = ((layer, slice(layer.first, layer.first + tokens)) for layer in self.stored_layers)
+        rows = tuple((layer.keys[:, some].clone(), layer.values[:, some].clone()) for layer, some in own)
+        return KeptRows(tokens, rows, copied_state(self.layers))
+
+    def restore(self, slot: int, kept: KeptRows) -> None:
+        for layer, (keys, values) in zip(self.stored_layers, kept.to(self.tokens.device).rows, strict=True):
+            layer.used = layer.first
+            layer.update(keys[None], values[None])
+        for name, tensor in self.live_states().items():
+            tensor.copy_(kept.state[name])
 
     def questions_input(self, fed: Sequence[Fed], tokens: int) -> ModelInput:
         return self._at_the_end(torch.tensor([list(chain.from_iterable(one.tokens for one in fed))]))

@@ -29,6 +29,11 @@ class KeptRows:
     def nbytes(self) -> int:
         return sum(one.nbytes for pair in self.rows for one in pair) + sum(one.nbytes for one in self.state.values())
 
+    def to(self, device: torch.device) -> "KeptRows":
+        """Return the rows and the state on a device; tensors that are already there are not copied."""
+        rows = tuple((keys.to(device), values.to(device)) for keys, values in self.rows)
+        return replace(self, rows=rows, state={name: one.to(device) for name, one in self.state.items()})
+
     def first(self, tokens: int) -> "KeptRows":
         """Return the first `tokens` rows, as views."""
         if tokens == self.tokens:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -25,7 +26,7 @@ from sparsekv.runtime.attention.config import MOST_SOURCES, Dense
 from sparsekv.runtime.attention.sparse_layer import SparseLayer, appends, divides_questions, packed_layer
 from sparsekv.runtime.cache.buffers import read_share, total_read
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
-from sparsekv.runtime.cache.kept_turns import KeptTurns
+from sparsekv.runtime.cache.kept_turns import KeptRows, KeptTurns
 from sparsekv.runtime.cache.packed_cache import BatchedCache, PackedCache, sent
 from sparsekv.runtime.decoding.answer import (
     Answer,
@@ -100,13 +101,26 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class PrefilledQuestion:
+    """The keys, values and states of a question [Q] after the stored context, and the logits [V] after its last token.
+
+    All tensors are in the host's memory. `seconds` is the time of the prefill.
+    """
+
+    rows: KeptRows
+    logits: torch.Tensor
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Request:
     """A question's token ids [Q], how its answer is sampled, and the caller's callbacks.
 
     `on_token` is called with each token, and then `on_text` with the decoded text. `stop` is called after each token,
     in the thread that generates; the answer ends when `stop` returns True. `logprobs` is the number of likeliest tokens
     in the log-probabilities that `on_token` gets; None: `on_token` gets no log-probabilities. `sources` is the
-    maximum number of the answer's sources.
+    maximum number of the answer's sources. With `prefilled`, the question's tokens are not fed again. Sources cannot be
+    requested then, because the question's queries are unknown.
     """
 
     question: torch.Tensor
@@ -116,8 +130,10 @@ class Request:
     on_token: Callable[[int, TokenLogprobs | None], None] | None = None
     logprobs: int | None = None
     sources: int = 0
+    prefilled: PrefilledQuestion | None = None
 
     def __post_init__(self) -> None:
+        assert not (self.sources and self.prefilled)
         if type(self.sources) is not int or not 0 <= self.sources <= MOST_SOURCES:
             raise UsageError(f"sources is {self.sources!r}: give a whole number up to {MOST_SOURCES}")
         for name, given in {"on_text": self.on_text, "stop": self.stop, "on_token": self.on_token}.items():
@@ -286,8 +302,11 @@ class Engine:
 
         All tokens except the last one of the answer stay in the cache. Raises the errors of `answers`.
         """
-        self.active, self.waiting = {0: self.sequence(request, before)}, deque()
+        sequence = self.sequence(request, before)
+        self.active, self.waiting = {0: sequence}, deque()
         self.cache.expect_prompt(before + len(request.question))
+        if request.prefilled is not None:
+            self._restore(0, sequence, request.prefilled.rows)
         ((_, answer),) = self._until_answered()
         return answer
 
@@ -365,13 +384,15 @@ class Engine:
 
         Call this method within `running`, with at least one active or waiting sequence.
         """
-        passes = self.cache.passes(self._fed())
-        parts = [self._pass(fed) for fed in passes]
+        begun = self._fed()
+        prefilled, fed = [one for one in begun if not one.tokens], [one for one in begun if one.tokens]
+        passes = self.cache.passes(fed) if fed else []
+        parts = [*(self._pass(one) for one in passes), *self._prefilled_logits(prefilled)]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.read = None
         for sequence in self.active.values():
             sequence.stream()  # runs while the device computes the step
-        fed = [one for each in passes for one in each]
+        fed = [*chain.from_iterable(passes), *prefilled]
         whole = [place for place, one in enumerate(fed) if self.active[one.slot].feed(one)]
         if not whole:
             return []
@@ -400,8 +421,10 @@ class Engine:
         for slot in [] if self._holds(len(free)) else free:
             if not self._may_begin(left):
                 break
-            fed.append(self._begin(slot).fed(slot, self.chunk and left))
-            left -= len(fed[-1].tokens)
+            sequence = self._begin(slot)
+            fed.append(sequence.fed(slot, self.chunk and left))
+            # A prefilled question counts, too, so that the same questions share steps as without the prefill.
+            left -= len(fed[-1].tokens) or len(sequence.question)
         return sorted(fed, key=lambda one: one.slot)
 
     def _holds(self, free: int) -> bool:
@@ -428,11 +451,22 @@ class Engine:
         sequence = self.waiting.popleft()
         self.cache.expect_prompt(sequence.prompt_tokens)
         sequence.started, sequence.read_before = time.perf_counter(), self._read()
-        if self.turns is not None and (kept := self.turns.find(sequence.question)) is not None:
-            self.cache.restore(slot, kept)
-            sequence.kept = sequence.used = sequence.asked = kept.tokens
+        if (prefilled := sequence.request.prefilled) is not None:
+            self._restore(slot, sequence, prefilled.rows)
+        elif self.turns is not None and (kept := self.turns.find(sequence.question)) is not None:
+            self._restore(slot, sequence, kept)
         self.active[slot] = sequence
         return sequence
+
+    @torch.inference_mode()
+    def _restore(self, slot: int, sequence: Sequence, kept: KeptRows) -> None:
+        self.cache.restore(slot, kept)
+        sequence.kept = sequence.used = sequence.asked = kept.tokens
+
+    def _prefilled_logits(self, fed: list[Fed]) -> list[torch.Tensor]:
+        """Return the logits [V] after each prefilled question, as rows [1, V] on the model's device."""
+        prefilled = (self.active[one.slot].request.prefilled for one in fed)
+        return [one.logits[None].to(self.index.device) for one in prefilled if one is not None]
 
     def _end(self, slot: int) -> tuple[Sequence, Answer]:
         """Free a slot. With `turns`, its keys and values are copied for questions that continue the answer."""
@@ -465,12 +499,15 @@ class Engine:
     def _logits(self, fed: list[Fed]) -> torch.Tensor:
         """Run a forward pass; return the logits [B, V] of its sequences. The next decode step may overwrite them."""
         if any(one.asks for one in fed):
-            return self._ask(fed)
+            return self.ask(fed)
         newest = torch.tensor([one.tokens[0] for one in fed])
         return self.step(fed, newest, max(self.active[one.slot].most for one in fed))
 
-    def _ask(self, fed: list[Fed]) -> torch.Tensor:
-        """Run a pass with tokens of questions; return the logits [B, V] after each sequence's last token."""
+    def ask(self, fed: list[Fed]) -> torch.Tensor:
+        """Run a pass with tokens of questions; return the logits [B, V] after each sequence's last token.
+
+        Call this method within `running`.
+        """
         ids, positions = self.cache.questions_input(fed, self.index.split.tokens)
         ends = sent(torch.tensor([len(one.tokens) for one in fed]).cumsum(0), ids.device)
         logits: torch.Tensor = self.index.model(
@@ -554,6 +591,7 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     stop: Callable[[], bool] | None = None,
     sources: int = 0,
+    prefilled: PrefilledQuestion | None = None,
 ) -> Answer:
     """Answer one question. The cache is rewound first, so one cache serves many questions.
 
@@ -562,7 +600,7 @@ def generate(
 
     Args:
         question: [Q] token ids after the stored prompt. Only these tokens are prefilled.
-        on_text, stop, sources: as in `Request`.
+        on_text, stop, sources, prefilled: as in `Request`.
 
     Raises:
         UsageError: no position of the model is left for an answer, or this was called from a callback of an answer.
@@ -571,8 +609,33 @@ def generate(
     with exclusive(index.model):
         cache.rewind()
         return Engine(index, cache).answer(
-            Request(question, sampling, on_text, stop, sources=sources), index.split.tokens
+            Request(question, sampling, on_text, stop, sources=sources, prefilled=prefilled), index.split.tokens
         )
+
+
+@torch.inference_mode()
+def prefill_question(index: OpenIndex, cache: IndexCache, question: torch.Tensor) -> PrefilledQuestion:
+    """Prefill a question [Q] after the stored prompt, for answers over other caches of the index. Rewinds the cache.
+
+    A cache can answer from the result if `divides_questions` is true of its layers.
+
+    Args:
+        cache: a cache for dense attention.
+
+    Raises:
+        UsageError: no position of the model is left for an answer.
+    """
+    started, end = time.perf_counter(), index.split.tokens + len(question)
+    answer_room(index, end)
+    with exclusive(index.model):
+        cache.rewind()
+        cache.expect_prompt(end)
+        engine, fed = Engine(index, cache), Fed(0, 0, question.tolist(), asks=True)
+        with engine.running() as cores:
+            cores.follow()
+            logits = engine.ask([fed])[0].cpu()
+        rows = cache.kept(0, len(question)).to(logits.device)
+    return PrefilledQuestion(rows, logits, time.perf_counter() - started)
 
 
 def answer_after(index: OpenIndex, cache: IndexCache, before: torch.Tensor, request: Request) -> Answer:

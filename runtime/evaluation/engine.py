@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from itertools import groupby, pairwise, product
+from itertools import accumulate, groupby, pairwise, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,9 +23,18 @@ from sparsekv.formats.index.schema import ChatFrame, ModelIdentity, TokenizerIde
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import positions_after, positions_of, stretch_for
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.sparse_layer import divides_questions
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import known_ids
-from sparsekv.runtime.decoding.engine import Engine, Request, generate, pack, why_alone
+from sparsekv.runtime.decoding.engine import (
+    Engine,
+    PrefilledQuestion,
+    Request,
+    generate,
+    pack,
+    prefill_question,
+    why_alone,
+)
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
 from sparsekv.runtime.decoding.sampling import Sampling
@@ -63,6 +72,9 @@ class Builder(Protocol):
 
         All methods share one sample. The dict is empty if the method needs the whole sample, or no queries.
         """
+
+    def check(self, prompt: FixedPrompt) -> None:
+        """Raise UsageError if the prompt is too short or too long for an index."""
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
         """Build the index of a prompt, or resume an interrupted build. Raises the errors of `indexing.build_index`."""
@@ -211,6 +223,26 @@ def check_room(comparison: Comparison, contexts: list[Context]) -> None:
             )
 
 
+def indexable(comparison: Comparison, contexts: list[Context]) -> tuple[list[Context], list[str]]:
+    """Return the contexts that can be indexed, and a line for each other context with the reason.
+
+    Raises:
+        UsageError: no context can be indexed.
+    """
+    kept, left_out = list[Context](), list[tuple[str, UsageError]]()
+    for context in contexts:
+        try:
+            comparison.builder.check(comparison.prompt(context.text, bare=context.bare))
+        except UsageError as error:
+            left_out.append((f"{context.task}, {context.name}", error))
+        else:
+            kept.append(context)
+    if not kept:
+        (first, why), others = left_out[0], f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        raise UsageError(f"{first}{others}: {why}")
+    return kept, [f"{name}: {error}" for name, error in left_out]
+
+
 INDICES = "indices"
 DENSELY = {"name": DENSE, "method": None, "budget": asdict(Budget.parse(QUESTION_BUDGET)), "chunk_size": 128}
 
@@ -252,11 +284,19 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
     return [context for context in contexts if is_missing(context)]
 
 
+MOST_PREFILLED = 8192
+"""Number of tokens of a context's questions whose prefill is kept, if the context has not more tokens than this.
+
+A token takes as much of the host's memory as a token of the context takes of the device's.
+"""
+
+
 @dataclass
 class _Asking:
     """Answers the questions of one context over the index that was built with one prefill.
 
-    The index is built only if an answer is not stored.
+    The index is built only if an answer is not stored. If questions attend densely, each is prefilled once for all
+    variants, unless a variant's selector observes the question's queries.
     """
 
     comparison: Comparison
@@ -266,6 +306,7 @@ class _Asking:
     answers: Answers
     work: Path
     opened: OpenIndex | None = None
+    prefilled: dict[Question, PrefilledQuestion] = field(default_factory=dict)
 
     def results(self, ways: list[Variant], show: Progress) -> Iterator[Result]:
         for way in ways:
@@ -300,9 +341,11 @@ class _Asking:
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
         config = self._config(way)
+        missing = [one for one in asked if one[1] not in self.answers.known]
+        # Before the variant's cache is made, so that there are never two caches in memory.
+        self._prefill(self.opened, [one for one, _ in (missing if self.comparison.together == 1 else asked)], show)
         cache = self.opened.cache(config)
         one_by_one = self.comparison.together == 1 or why_alone(self.opened, config.attention, cache)
-        missing = [one for one in asked if one[1] not in self.answers.known]
         alone = [one for one in missing if one_by_one or METRICS[one[0].metric].continuation]
         for question, key in alone:
             yield question, key, self._answer(self.opened, cache, question)
@@ -318,14 +361,51 @@ class _Asking:
     def _together(
         self, index: OpenIndex, cache: IndexCache, longest: int, asked: list[tuple[Question, str]]
     ) -> Iterator[tuple[tuple[Question, str], ScoredAnswer]]:
-        ids = [self.comparison.question_ids(self.context, question, self.prompt) for question, _ in asked]
         engine = Engine(index, pack(cache, self.comparison.together))
-        for number, answer in engine.answers([Request(one, Sampling(longest)) for one in ids]):
-            seconds = answer.time_to_first_token
+        before = [self._prefilled_for(cache, question) for question, _ in asked]
+        ids = [self._question_ids[question] for question, _ in asked]
+        each = zip(ids, before, strict=True)
+        requests = [Request(one, Sampling(longest), prefilled=kept) for one, kept in each]
+        for number, answer in engine.answers(requests):
+            kept = before[number]
+            seconds = answer.time_to_first_token + (0.0 if kept is None else kept.seconds)
             if answer.tokens_per_second:
                 seconds += (answer.generated_tokens - 1) / answer.tokens_per_second
             read = answer.kv_fraction if _takes_steps(cache, answer.generated_tokens) else None
             yield asked[number], ScoredAnswer(answer.text, None, read, seconds)
+
+    @cached_property
+    def _question_ids(self) -> dict[Question, torch.Tensor]:
+        """The token ids [Q] of each question of the context."""
+        return {one: self.comparison.question_ids(self.context, one, self.prompt) for one in self.context.questions}
+
+    @cached_property
+    def _prompt_hash(self) -> str:
+        return hash_tokens(self.prompt.input_ids.tolist())
+
+    @cached_property
+    def _prefilled_once(self) -> set[Question]:
+        """The questions whose prefill is kept: the first ones, up to the maximum number of tokens."""
+        if not isinstance(self.comparison.question, Dense):
+            return set()
+        asked = [one for one in self.context.questions if not METRICS[one.metric].continuation]
+        tokens = accumulate(len(self._question_ids[one]) for one in asked)
+        most = max(MOST_PREFILLED, len(self.prompt.input_ids))
+        return {one for one, total in zip(asked, tokens, strict=True) if total <= most}
+
+    def _prefill(self, index: OpenIndex, questions: list[Question], show: Progress) -> None:
+        """Prefill questions with dense attention, and keep their rows for the answers of all variants."""
+        missing = [one for one in questions if one in self._prefilled_once and one not in self.prefilled]
+        if not missing:
+            return
+        cache = index.dense_cache()
+        for done, question in enumerate(missing, 1):
+            self.prefilled[question] = prefill_question(index, cache, self._question_ids[question])
+            show("questions", done, len(missing))
+
+    def _prefilled_for(self, cache: IndexCache, question: Question) -> PrefilledQuestion | None:
+        """Return a question's prefill, if answers over this cache can begin from it."""
+        return self.prefilled.get(question) if divides_questions(cache.stored_layers) else None
 
     def _longest(self, asked: tuple[Question, str]) -> int:
         return self.comparison.longest(asked[0])
@@ -345,10 +425,10 @@ class _Asking:
             **({} if model.weights is None else {"weights": model.weights}),
             "tokenizer": tokenizer.tokenizer_hash,
             "loaded": [str(comparison.loaded.model.dtype), comparison.loaded.model.device.type],
-            "prompt": hash_tokens(self.prompt.input_ids.tolist()),
+            "prompt": self._prompt_hash,
             **comparison.builder.decides(self.prefill),
             "question_prefill": self._question_prefill(method is not None),
-            "question": hash_tokens(comparison.question_ids(self.context, question, self.prompt).tolist()),
+            "question": hash_tokens(self._question_ids[question].tolist()),
             "kind": [METRICS[question.metric].continuation, comparison.longest(question)],
             "way": way.record(),
             "share": way.budget is not None and way.budget.is_share,
@@ -362,7 +442,7 @@ class _Asking:
     def _beside(self) -> str:
         """Return a hash of the context's questions that are answered in batches."""
         some = [one for one in self.context.questions if not METRICS[one.metric].continuation]
-        ids = [self.comparison.question_ids(self.context, one, self.prompt).tolist() for one in some]
+        ids = [self._question_ids[one].tolist() for one in some]
         return hash_json([ids, [self.comparison.longest(one) for one in some]])
 
     def _shares(self, question: Question, method: Method | None) -> bool:
@@ -389,7 +469,7 @@ class _Asking:
         builder = self.comparison.builder
         # A call with other settings, such as sinks or another query sample, must not reuse the index.
         settings = [self.prefill, builder.decides(self.prefill), builder.queries]
-        built = [hash_tokens(self.prompt.input_ids.tolist()), *settings, model.config_hash, model.weights_hash]
+        built = [self._prompt_hash, *settings, model.config_hash, model.weights_hash]
         return self.work / INDICES / f"{hash_json(built)[:16]}.skv"
 
     def _open(self, show: Progress) -> OpenIndex:
@@ -406,14 +486,15 @@ class _Asking:
 
     def _answer(self, index: OpenIndex, cache: IndexCache, question: Question) -> ScoredAnswer:
         comparison, started = self.comparison, time.perf_counter()
-        ids = comparison.question_ids(self.context, question, self.prompt)
+        ids, kept = self._question_ids[question], self._prefilled_for(cache, question)
         if METRICS[question.metric].continuation:
             text, loss, tokens = "", math.log(perplexity(index, cache, ids)), len(ids)
         else:
-            answer = generate(index, cache, ids, Sampling(comparison.longest(question)))
+            answer = generate(index, cache, ids, Sampling(comparison.longest(question)), prefilled=kept)
             text, loss, tokens = answer.text, None, answer.generated_tokens
         read = cache.kv_fraction() if _takes_steps(cache, tokens) else None
-        return ScoredAnswer(text, loss, read, time.perf_counter() - started)
+        seconds = time.perf_counter() - started + (0.0 if kept is None else kept.seconds)
+        return ScoredAnswer(text, loss, read, seconds)
 
 
 def _takes_steps(cache: IndexCache, tokens: int) -> bool:

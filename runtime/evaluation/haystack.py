@@ -330,6 +330,7 @@ class NeedlesAlone(DrawnTask):
     """
 
     options = ("--depth",)
+    needs_text = False
 
     name: str
     wording: Wording
@@ -425,6 +426,8 @@ class CommonWords(DrawnTask):
 
 class FrequentWords(DrawnTask):
     """Lists coded words with frequencies by Zipf's law. The most frequent word is dots, which a model must ignore."""
+
+    needs_text = False
 
     def draw(self, request: Request, number: int) -> Context:
         drawn = random.Random(f"{request.seed} fwe {request.length} {number}")

@@ -13,8 +13,10 @@ from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.evaluation.engine import Comparison
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.published import cut_note, read_pairs, read_published, shorten
-from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task, in_turns
+from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task, in_turns, tasks
 
+GENERATED = "generated"
+"""Name of the document and of the work folder if all contexts are generated without a text."""
 DEFAULT_TASKS, PAIRS_TASKS, DEFAULT_LENGTH = ["niah-facts"], ["qa"], 4096
 
 
@@ -51,7 +53,7 @@ class Inputs:
         turns: bool = False,
     ) -> "Inputs":
         """Read the inputs; raise UsageError for options that contradict each other, and for unreadable files."""
-        if (document is None) == (data is None):
+        if document is not None and data is not None:
             raise UsageError("give either a text to make tasks from, or --data FILE with --format")
         if (data is None) != (data_format is None):
             raise UsageError("--data and --format belong together: give both")
@@ -60,6 +62,8 @@ class Inputs:
         shares = tuple(depth / 100 for depth in depths)
         request = Request("", len, min(lengths, default=1), contexts, questions, shares, seed)
         chosen = list(dict.fromkeys(tasks or (PAIRS_TASKS if pairs is not None else DEFAULT_TASKS)))
+        if document is None and data is None:
+            _refuse_without_text(chosen)
         effective = {option for task in chosen for option in choose_task(task).options}
         if pairs is not None and "--pairs" not in effective:
             raise UsageError(f"--pairs has no effect without --task {', '.join(PAIRS_TASKS)}; leave --pairs out")
@@ -68,12 +72,23 @@ class Inputs:
         _refuse_index(document)
         text = "" if document is None else read_document(document, encoding)
         return cls(
-            name=Path(data or document or "").name,
+            name=Path(data or document or GENERATED).name,
             tasks=chosen,
             published=[] if data is None or data_format is None else read_published(data, data_format),
             lengths=list(dict.fromkeys(lengths)),
             request=replace(request, text=text, pairs=() if pairs is None else read_pairs(pairs)),
             turns=turns,
+        )
+
+
+def _refuse_without_text(names: list[str]) -> None:
+    """Raise UsageError if any of the tasks needs a text."""
+    needing = [name for name in names if choose_task(name).needs_text]
+    if needing:
+        others = ", ".join(name for name, task in tasks().items() if not task.needs_text)
+        raise UsageError(
+            f"--task {', '.join(needing)} needs a text: name a file, or give one of the tasks without a text, "
+            f"{others}; or give --data FILE with --format"
         )
 
 
@@ -91,7 +106,7 @@ def work_folder(document: str | None, data: str | None, given: Path | None) -> P
     """Return the evaluation's work folder; raise UsageError for a text without a name, such as standard input."""
     if given is None and document == "-":
         raise UsageError("a text from standard input has no name: name a folder with --work")
-    name = Path(data or document or "eval").name
+    name = Path(data or document or GENERATED).name
     if given is None and not name:
         raise UsageError(f"{data or document} is a folder; name a text file in it")
     return given or with_ending(Path(name), ".eval")

@@ -385,8 +385,14 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """Return the answers as strings. Empty answers are left out, because every text contains an empty string."""
+    """Return the answers as strings. Empty answers are left out, because every text contains an empty string.
+
+    Raises ValueError if there is no answer, or an answer is neither a text nor a number.
+    """
     given = value if isinstance(value, list) else [value]
+    if nested := next((one for one in given if isinstance(one, dict | list)), None):
+        kind = "object" if isinstance(nested, dict) else "list"
+        raise ValueError(f"an answer is a JSON {kind}; give a text, a number, or a list of these")
     values = tuple(str(one) for one in given if one is not None and str(one).strip())
     if not values:
         raise ValueError("a question has no answer")
@@ -533,7 +539,7 @@ def _scbench(record: Record, line: Line) -> Context:
     known, text, turns = SCBENCH[name], record["context"], record["multi_turns"]
     if not isinstance(text, str | list) or not isinstance(turns, list):
         raise TypeError
-    if not text or not turns:
+    if not str(text).strip() or text == [] or not turns:
         raise ValueError("context or multi_turns is empty; give a text, and at least one turn with input and answer")
     read = [
         _guarded(lambda one: _scbench_turn(one, known.prompt), turn, f"{line.where}, turn {number}")
@@ -549,7 +555,9 @@ def _scbench(record: Record, line: Line) -> Context:
 
 def _scbench_turn(turn: Record, prompt: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the texts of a request that fill the placeholders of a prompt, and the request's answers."""
-    fields, answers = {"input": str(turn["input"])}, _strings(turn["answer"])
+    if not isinstance(turn["input"], str) or not turn["input"].strip():
+        raise ValueError("the input is empty or not a text; give the words of the request")
+    fields, answers = {"input": turn["input"]}, _strings(turn["answer"])
     if "{A}" in prompt:
         options = [str(one) for one in turn["options"]]
         if len(options) != 4 or answers[0] not in options:

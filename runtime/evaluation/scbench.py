@@ -25,6 +25,7 @@ class ItemList(DrawnTask):
     introduction: ClassVar[str]
     between: ClassVar[str] = "\n"
     end: ClassVar[str] = ""
+    needs_text = False
 
     def draw(self, request: Request, number: int) -> Context:
         drawn = random.Random(f"{request.seed} {self.name} {request.length} {number}")

@@ -103,9 +103,11 @@ class Task(ABC):
 
     Attributes:
         options: options of `eval` that this task reads and that have no effect on a task without them.
+        needs_text: whether contexts are made from the request's text. Otherwise they are generated.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
+    needs_text: ClassVar[bool] = True
 
     @abstractmethod
     def make(self, request: Request) -> list[Context]:

@@ -106,6 +106,16 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--seed", str(10**20)), 2, (f"--seed {10**20}", f"from -{2**63 - 1} to {2**63 - 1}")),
         (("generate", "Why?", "--seed", str(-(10**20))), 2, (f"--seed -{10**20}", f"from -{2**63 - 1}")),
         (("eval", "doc.txt", "--data", "x.jsonl", "--format", "ruler"), 2, ("give either a text",)),
+        (
+            ("eval",),
+            2,
+            ("--task niah-facts needs a text: name a file, or give one of the tasks without a text, fwe, ",),
+        ),
+        (
+            ("eval", "--task", "fwe", "--task", "vt"),
+            2,
+            ("--task vt needs a text: ", "or give --data FILE with --format"),
+        ),
         (("eval", "--data", "x.jsonl"), 2, ("--data and --format belong together",)),
         (("eval", "--data", "none.jsonl", "--format", "ruler"), 2, ("none.jsonl", "no such file")),
         (("eval", "--data", "doc.txt", "--format", "ruler"), 2, ("doc.txt, line 1", "JSON object")),

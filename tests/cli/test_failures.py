@@ -109,7 +109,7 @@ def test_a_short_document_is_built_with_the_options_that_the_error_names(place: 
     build = ("build-index", "it", "--model", "model")
     error = run_here(*build, *given).error()
     assert "sinks and tail alone take" in error
-    options = error.partition("; give a longer document, or build with ")[2].split()
+    options = error.partition("; give a longer document, or give ")[2].split()
     assert options[-2] == "--tail"
     assert ("--sinks" in options) == ("--sinks" in given)
     built = run_here(*build, *options)

@@ -135,6 +135,25 @@ def test_each_answer_is_written_with_its_score(place: Path, straight: tuple[Path
     _run(*_small(place, straight[0], "--json", "--answers", file))  # its own file is replaced
 
 
+def test_each_written_answer_names_its_model_and_settings(
+    place: Path, straight: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Files of several runs can be put together."""
+    file, runs = tmp_path / "all.jsonl", []
+    for question in ((), ("--question-prefill", "quest", "--question-budget", "40"), ("--page-size", "8")):
+        way = ("--method", "quest", "--budget", "5%", "--contexts", "1", "--max-new-tokens", "1", *question)
+        ask = ("eval", place / "doc.txt", "--model", place / "model", "--work", straight[0], *TASKS[:6], *way, "-q")
+        _run(*ask, "--tail", "16", "--answers", file)
+        runs.append([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()])
+    shared = {"model": str(place / "model"), "document": "doc.txt", "seed": 0, "sinks": 10, "tail": 16}
+    shared |= {"weights": "auto", "kv_dtype": "auto", "rope_scaling": None, "batch_size": 1, "prefill": "dense"}
+    assert all(shared.items() <= one.items() for run in runs for one in run)
+    found = [{tuple(one[name] for name in ("question_prefill", "question_budget")) for one in run} for run in runs]
+    assert found == [{("dense", None)}, {("quest", 40)}, {("dense", None)}]
+    variants = [{(one["method"], one["variant"]) for one in run} for run in runs]
+    assert variants == [{("dense", ""), ("quest", variant)} for variant in ("", "", "page_size=8")]
+
+
 def test_a_file_that_holds_no_answers_stays(place: Path, straight: tuple[Path, str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.jsonl"
     mine.write_text('{"mine": 1}\n', encoding="utf-8")

@@ -1,6 +1,7 @@
 """Models whose layers do not all attend: everything that continues their states, against plain transformers."""
 
 import math
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from sparsekv.indexing.capture.canary import preflight
 from sparsekv.indexing.convert import convert_index
 from sparsekv.indexing.plan import BuildPlan, plan_memory
 from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.decoding.answer import question_ids
-from sparsekv.runtime.decoding.engine import generate
+from sparsekv.runtime.decoding.engine import Request, generate, prefill_question
 from sparsekv.runtime.decoding.open import OpenIndex, plan_opening
 from sparsekv.runtime.decoding.perplexity import perplexity
 from sparsekv.runtime.decoding.session import Conversation, Session
@@ -124,6 +126,21 @@ def test_answers_one_by_one_again_together_and_in_a_talk_are_the_plain_models(in
         assert generate(index, over, asked[1], SAMPLING).ids == expected[1]
     talk = Conversation(index, CODES)
     assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == list(plain_talk(index))
+
+
+@pytest.mark.parametrize("index", ANY, indirect=True)
+def test_answers_from_a_prefilled_question_begin_with_the_state_after_it(index: OpenIndex) -> None:
+    """In every cache, in any order, one by one and together."""
+    asked = _asked(index)
+    expected = _plain(index, asked)
+    prefilled = [prefill_question(index, index.dense_cache(), one) for one in asked]
+    requests = [Request(one, SAMPLING, prefilled=kept) for one, kept in zip(asked, prefilled, strict=True)]
+    for over in (index.dense_cache(), index.cache(replace(CODES, question=Dense()))):
+        for number in (0, 2, 1, 0):
+            answer = generate(index, over, asked[number], SAMPLING, prefilled=prefilled[number])
+            assert answer.ids == expected[number]
+        found = dict(packed(index, over, 2).answers(requests))
+        assert [found[number].ids for number in range(3)] == expected
 
 
 @pytest.mark.parametrize("index", ANY, indirect=True)

@@ -98,7 +98,10 @@ def test_answers_are_not_redirected_to_the_file_that_they_are_added_to() -> None
     [
         ("hello", "line 1 is not an answer as --json prints it; name another file"),
         ('{"question": "What else?"}', "line 1 answers another question; name another file"),
-        ('{"question": "What is 3 times 3?", "method": "quest"}', "line 1 was answered with method quest, not "),
+        (
+            '{"question": "What is 3 times 3?", "method": "quest"}',
+            "line 1 was answered with --method quest, not multipole; ",
+        ),
     ],
 )
 def test_a_file_of_other_answers_is_refused(line: str, says: str) -> None:
@@ -196,14 +199,15 @@ def test_one_run_at_a_time_adds_answers() -> None:
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (("--max-new-tokens", "3"), "line 1 was answered with max-new-tokens "),
-        (("--temperature", "0.9"), "line 1 was answered with temperature 0.0, not 0.9"),
-        (("--residual",), "line 1 was answered with residual False, not True"),
-        (("--seed", "5"), "line 1 was answered with seed 0, not 5"),
-        (("--prefill", "own"), "line 1 was answered with prefill dense, not own"),
-        (("--prefill", "quoka", "--prefill-budget", "7"), "line 1 was answered with prefill dense, not quoka, 7 of "),
-        (("--guard", "0.5", "--batch-size", "1"), "line 1 was answered with guard None, not 0.5"),
-        (("--raw",), "line 1 was answered with raw False, not True"),
+        (("--max-new-tokens", "3"), "line 1 was answered with --max-new-tokens 5, not 3"),
+        (("--temperature", "0.9"), "line 1 was answered with --temperature 0, not 0.9"),
+        (("--residual",), "line 1 was answered without --residual; "),
+        (("--seed", "5"), "line 1 was answered with --seed 0, not 5"),
+        (("--prefill", "own"), "line 1 was answered with --prefill dense, not own"),
+        (("--prefill", "quoka", "--prefill-budget", "7"), "line 1 was answered with --prefill dense, not quoka, 7 of "),
+        (("--guard", "0.5", "--batch-size", "1"), "line 1 was answered without --guard 0.5; "),
+        (("--raw",), "line 1 was answered without --raw; "),
+        (("--no-replace", "--buffer", "9"), "line 1 was answered with --replace and with --buffer 128, not 9; "),
     ],
 )
 def test_answers_of_other_settings_are_not_mixed(other: tuple[str, ...], says: str) -> None:
@@ -235,12 +239,12 @@ def test_resuming_is_for_lines_of_json() -> None:
     assert "--resume folder: this is not a regular file" in run_here(*ASK, "--json", "--resume", "folder").stderr
 
 
-@pytest.mark.parametrize(("first", "then"), [("100%", "1"), ("1", "1.0")])
-def test_answers_of_everything_are_none_of_one_token(first: str, then: str) -> None:
+@pytest.mark.parametrize(("first", "then", "says"), [("100%", "1", "100%, not 1"), ("1", "1.0", "1, not 100%")])
+def test_answers_of_everything_are_none_of_one_token(first: str, then: str, says: str) -> None:
     whole = run_here(*ASK, "--json", "--resume", "answers.jsonl", "--budget", first).stdout
     refused = run_here(*ASK, "--json", "--resume", "answers.jsonl", "--budget", then)
     assert refused.code == 2
-    assert re.search(r"line 1 was answered with budget 1(\.0)?, not 1", refused.stderr)
+    assert f"line 1 was answered with --budget {says}; " in refused.stderr
     assert Path("answers.jsonl").read_text() == whole
     same = "1.0" if first == "100%" else "+1"
     assert run_here(*ASK, "--json", "--resume", "answers.jsonl", "--budget", same).stdout == whole

@@ -21,12 +21,19 @@ def test_answers_are_those_of_dense_attention_and_resumed_as_such() -> None:
     assert (found.code, found.stdout) == (0, dense.stdout), found.stderr
     assert "drafted tokens accepted" in found.stderr.splitlines()[-1]
     lines = run_here(*with_options(ASK, "--lossless", "--json")).stdout
-    assert all(json.loads(line)["settings"]["lossless"] for line in lines.splitlines())
+    assert all(json.loads(line)["settings"]["lossless"] is True for line in lines.splitlines())
     Path("some.jsonl").write_text(lines)
     assert run_here(*with_options(ASK, "--lossless", "--json", "--resume", "some.jsonl")).stdout == lines
     refused = run_here(*with_options(ASK, "--json", "--resume", "some.jsonl"))
     assert refused.code == 2
-    assert "answered with lossless True" in refused.stderr
+    assert "line 1 was answered with --lossless; give the settings of that line, or name another file" in refused.stderr
+    plain = run_here(*with_options(ASK, "--json")).stdout
+    assert all(json.loads(line)["settings"]["lossless"] is False for line in plain.splitlines())
+    # Lines of a version without the option go on.
+    Path("some.jsonl").write_text(plain.replace('"lossless": false, ', ""))
+    assert run_here(*with_options(ASK, "--json", "--resume", "some.jsonl")).code == 0
+    refused = run_here(*with_options(ASK, "--lossless", "--json", "--resume", "some.jsonl"))
+    assert "line 1 was answered without --lossless; give" in refused.stderr
 
 
 @pytest.mark.parametrize(

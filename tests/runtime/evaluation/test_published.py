@@ -218,6 +218,13 @@ def _turn(**changes: Any) -> dict[str, Any]:
         ("scbench_kv", {"context": "?"}, "line 1: no field 'multi_turns'; there are: context$"),
         ("scbench_kv", _turn(input="?"), "line 1, turn 2: no field 'answer'; there are: input$"),
         ("scbench_kv", _turn(input="?", answer=[]), "line 1, turn 2: a question has no answer$"),
+        ("scbench_kv", _turn(input="?", answer={"a": "b"}), "line 1, turn 2: an answer is a JSON object; give a text"),
+        ("scbench_kv", _turn(input="?", answer=["a", ["b"]]), "line 1, turn 2: an answer is a JSON list; give a text"),
+        *(
+            ("scbench_kv", _turn(input=text, answer="?"), "line 1, turn 2: the input is empty or not a text; give")
+            for text in ("", " \n", None, {"a": "b"})
+        ),
+        ("scbench_kv", {"context": " ", "multi_turns": [TURN]}, "line 1: context or multi_turns is empty; give a text"),
         ("scbench_kv", {"context": "?", "multi_turns": []}, "line 1: context or multi_turns is empty; give a text"),
         ("scbench_kv", {"context": "", "multi_turns": [TURN]}, "line 1: context or multi_turns is empty; give a text"),
         ("scbench_kv", {"context": None, "multi_turns": [TURN]}, "line 1: a field has another type than the format"),
@@ -252,6 +259,7 @@ def test_lines_that_are_not_scbenchs_are_refused(tmp_path: Path, name: str, reco
         ("longbench", LONGBENCH | {"dataset": "dureader"}, r"line 1: dataset dureader has no English metric"),
         ("longbench", {"input": "?"}, r"line 1: no field 'dataset'; there are: input"),
         ("longbench", LONGBENCH | {"answers": []}, r"line 1: a question has no answer"),
+        ("longbench", LONGBENCH | {"answers": [{"text": "?"}]}, r"line 1: an answer is a JSON object; give a text"),
         ("longbench", LONGBENCH | {"answers": ["", None, " "]}, r"line 1: a question has no answer"),
         ("ruler", RULER | {"input": "Hello."}, r"line 1: the input does not end with a question"),
         ("niah", NEEDLE | {"needle": "Gold."}, r"line 1: the needle is not in the context"),

@@ -1,0 +1,38 @@
+"""`eval --data`: documents of published data that cannot be indexed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.command import run_here
+
+SHORT, ENDS = "Too short.", ("--tail", "64", "--sinks", "4")
+ASK = ("eval", "--data", "data.jsonl", "--format", "prefixqa", "--model", "model", "--method", "dense", *ENDS)
+
+
+def _write(*texts: str) -> None:
+    records = [{"context": text, "questions": ["What is it?"], "answers": ["it"]} for text in texts]
+    Path("data.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_document_that_is_too_short_is_left_out_with_its_line(place: Path, *, first: bool) -> None:
+    long = (place / "doc.txt").read_text()
+    _write(*([SHORT, long] if first else [long, SHORT]))
+    outcome = run_here(*ASK, "--max-new-tokens", "2", "--json")
+    assert outcome.code == 0, outcome.stderr
+    (row,) = json.loads(outcome.stdout)["rows"]
+    assert (row["contexts"], row["questions"]) == (1, 1)
+    (line,) = [one for one in outcome.stderr.splitlines() if one.startswith("left out: ")]
+    assert f"left out: prefixqa, line {1 if first else 2}: the document is too short to index: it has " in line
+    assert line.endswith("; give a longer document, or give --tail 6")
+
+
+def test_documents_that_are_all_too_short_are_refused_before_any_work(place: Path) -> None:
+    _write(SHORT, SHORT)
+    outcome = run_here(*ASK)
+    assert outcome.code == 2
+    assert outcome.stderr.count("\n") == 1
+    assert "prefixqa, line 1 (and 1 more): the document is too short to index: it has " in outcome.stderr
+    assert outcome.stderr.endswith("; give a longer document, or give --tail 6\n")
+    assert not (place / "data.eval").exists()

@@ -1,0 +1,120 @@
+"""An evaluation prefills a question once, and every variant answers as over a cache of its own."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.small_index import INDEXERS, TEXT, small_model
+
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import LoadedModel, identify
+from sparsekv.indexing.build import Builder
+from sparsekv.indexing.plan import BuildConfig
+from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
+from sparsekv.runtime.decoding.engine import generate
+from sparsekv.runtime.decoding.open import open_index
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.evaluation import engine
+from sparsekv.runtime.evaluation.engine import INDICES, Comparison, evaluate
+from sparsekv.runtime.evaluation.table import Result
+from sparsekv.runtime.evaluation.tasks import Context, Question, in_turns
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
+from sparsekv.runtime.selection.registry import methods
+
+LONGEST = 6
+TEXTS = ("What is an expression?", "Why?", "Which statement raises an exception?")
+CONTEXT = Context("qa", "1", TEXT[:300], tuple(Question(one, ("x",), "f1", LONGEST) for one in TEXTS))
+BUDGETS = (Budget(0.05), Budget(0.2))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return small_model()
+
+
+def _comparison(loaded: LoadedModel, names: tuple[str, ...], **changes: Any) -> Comparison:
+    built = {name: INDEXERS[name] for name in names if name in INDEXERS}
+    return Comparison(
+        loaded=loaded,
+        identity=identify(loaded),
+        methods={name: methods()[name]() for name in names},
+        builder=Builder(loaded, BuildConfig(built, sinks=4, tail=16), {"dense": prefills()["dense"]()}),
+        **{"budgets": list(BUDGETS), "question": Dense(), "keep": True, **changes},
+    )
+
+
+def _prefilled(comparison: Comparison, context: Context, work: Path) -> tuple[list[Result], list[int]]:
+    """Evaluate; return the results, and for each question the number of forward passes over its tokens."""
+    passes: Counter[tuple[int, ...]] = Counter()
+    hook = comparison.loaded.model.register_forward_pre_hook(
+        lambda _, __, given: passes.update([tuple(given["input_ids"].flatten().tolist())]), with_kwargs=True
+    )
+    try:
+        results = list(evaluate(comparison, [context], work, lambda stage, done, of: None))
+    finally:
+        hook.remove()
+    prompt = comparison.prompt(context.text, bare=False)
+    ids = [comparison.question_ids(context, one, prompt) for one in context.questions]
+    return results, [passes[tuple(one.tolist())] for one in ids]
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_every_method_answers_as_if_it_had_prefilled_the_question(
+    loaded: LoadedModel, tmp_path: Path, *, turns: bool
+) -> None:
+    """SnapKV does prefill it, at each budget, because it ranks tokens by the question's queries."""
+    names = tuple(methods()) if not turns else ("codes", "quest", "snapkv")
+    budgets, context = (list(BUDGETS), in_turns(CONTEXT)) if turns else ([Budget(0.1)], CONTEXT)
+    comparison = _comparison(loaded, names, budgets=budgets)
+    results, passes = _prefilled(comparison, context, tmp_path)
+    assert passes == [1 + len(budgets)] * len(TEXTS)
+    (folder,) = (tmp_path / INDICES).glob("*.skv")
+    index = open_index(Artifact(folder), loaded.model, loaded.tokenizer, comparison.identity)
+    prompt = comparison.prompt(context.text, bare=False)
+    for way in comparison.ways():
+        config = DecodeConfig(Dense())
+        if way.budget is not None:
+            spec = MethodSpec(way.method, "", comparison.methods[way.method])
+            config = DecodeConfig(spec, way.budget, question=Dense())
+        cache = index.cache(config)
+        for one in (one for one in results if one.way == way):
+            ids = comparison.question_ids(context, one.question, prompt)
+            own = generate(index, cache, ids, Sampling(LONGEST))
+            assert (one.given.text, one.given.kv_fraction) == (own.text, cache.kv_fraction())
+
+
+def test_a_batch_prefills_a_question_once_too(loaded: LoadedModel, tmp_path: Path) -> None:
+    some = ("codes", "quest")
+    results, passes = _prefilled(_comparison(loaded, some, together=2), CONTEXT, tmp_path)
+    assert passes == [1] * len(TEXTS)
+    alone, _ = _prefilled(_comparison(loaded, some), CONTEXT, tmp_path / "alone")
+    dense, of_alone = ([one.given.text for one in each if one.way.budget is None] for each in (results, alone))
+    assert dense == of_alone
+
+
+def test_a_resumed_run_prefills_only_the_questions_that_are_left(loaded: LoadedModel, tmp_path: Path) -> None:
+    fewer = replace(CONTEXT, questions=CONTEXT.questions[:2])
+    _prefilled(_comparison(loaded, ("quest",)), fewer, tmp_path)
+    results, passes = _prefilled(_comparison(loaded, ("quest",)), CONTEXT, tmp_path)
+    assert passes == [0, 0, 1]
+    assert len(results) == len(TEXTS) * (1 + len(BUDGETS))
+
+
+def test_only_as_many_tokens_of_questions_are_kept_as_the_limit_allows(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here as many as the context has. The other questions are prefilled by each variant."""
+    monkeypatch.setattr(engine, "MOST_PREFILLED", 0)
+    long = replace(CONTEXT.questions[1], text="Why, " * 80)
+    context = replace(CONTEXT, questions=(CONTEXT.questions[0], long, CONTEXT.questions[2]))
+    comparison = _comparison(loaded, ("quest",))
+    variants = len(comparison.ways())
+    assert _prefilled(comparison, context, tmp_path)[1] == [1, variants, variants]
+
+
+def test_questions_that_select_by_themselves_are_prefilled_by_each_variant(loaded: LoadedModel, tmp_path: Path) -> None:
+    comparison = _comparison(loaded, ("quest",), question=Own())
+    assert _prefilled(comparison, CONTEXT, tmp_path)[1] == [len(comparison.ways())] * len(TEXTS)
