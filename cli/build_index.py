@@ -13,11 +13,11 @@ from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
     ENCODING_HELP,
     TAIL_HELP,
+    BuildKVDtypeOption,
     BuildWeightsOption,
     ChunkSizeOption,
     DeviceOption,
     DtypeOption,
-    KVDtypeOption,
     ModelOption,
     QuietOption,
     RayOption,
@@ -168,7 +168,7 @@ class BuildOptions:
     workers: WorkersOption = None
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
-    kv_dtype: KVDtypeOption = AUTO
+    kv_dtype: BuildKVDtypeOption = AUTO
     weights: BuildWeightsOption = AUTO
     quiet: QuietOption = False
     parameters: dict[str, Any]

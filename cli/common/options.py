@@ -221,17 +221,20 @@ WeightsOption = Annotated[str, _weights_option("nothing, or what the index was b
 BuildWeightsOption = Annotated[
     str, _weights_option("nothing. An existing index with int8 or int4 weights is then built again")
 ]
-KVDtypeOption = Annotated[
-    str,
-    typer.Option(
-        help=(
-            "Storage dtype of keys and values: auto (the model's dtype; an existing index with int8 is then built "
-            "again) or int8, which takes about half the space of bfloat16 and a quarter of that of float32. The error "
-            "that int8 causes in attention is measured and recorded in the index."
-        ),
+
+
+def _kv_dtype_option(more: str = "") -> Any:
+    """Return the option `--kv-dtype`, whose help ends with `more`."""
+    return typer.Option(
+        help="Storage dtype of keys and values: auto (the model's dtype) or int8, which takes about half the space of "
+        "bfloat16 and a quarter of that of float32. The error that int8 causes in attention is measured and recorded "
+        f"in the index.{more}",
         autocompletion=lambda: ["auto", "int8"],
-    ),
-]
+    )
+
+
+KVDtypeOption = Annotated[str, _kv_dtype_option()]
+BuildKVDtypeOption = Annotated[str, _kv_dtype_option(" With auto, an existing int8 index is built again.")]
 SpecialTokensOption = Annotated[
     bool,
     typer.Option(
