@@ -251,13 +251,19 @@ SinksOption = Annotated[
     typer.Option(help="Number of tokens at the beginning of the prompt that are always attended and never indexed."),
 ]
 EncodingOption = Annotated[str, typer.Option(metavar="NAME", help=ENCODING_HELP)]
-ChunkSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU, 16,384 on several; a sparse "
-        "prefill 512)."
-    ),
-]
+
+
+def _chunk_size_option(otherwise: str) -> Any:
+    """Return the option `--chunk-size`, whose help has the default of other cases than a dense prefill on one
+    device."""
+    return typer.Option(
+        help=f"Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU{otherwise}).",
+    )
+
+
+ChunkSizeOption = Annotated[int | None, _chunk_size_option("; a sparse prefill 512")]
+BuildChunkSizeOption = Annotated[int | None, _chunk_size_option(", 16,384 on several; a sparse prefill 512")]
+AppendChunkSizeOption = Annotated[int | None, _chunk_size_option("; after a sparse prefill, that of the index")]
 RopeScalingOption = Annotated[
     str | None,
     typer.Option(metavar="yarn|dynamic:FACTOR", help="Extend the model's context to FACTOR times its positions."),
