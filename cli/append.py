@@ -9,7 +9,7 @@ import typer
 from sparsekv.cli.common.console import note, note_plain, progress, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.options import (
-    ChunkSizeOption,
+    AppendChunkSizeOption,
     DeviceOption,
     DtypeOption,
     EncodingOption,
@@ -32,7 +32,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(cls=Command)
 def append(
-    document: Annotated[str, typer.Argument(metavar="MORE", help="A text file, or - for standard input.")],
+    document: Annotated[
+        str, typer.Argument(metavar="MORE", help="A text, PDF, DOCX or HTML file, or - for standard input.")
+    ],
     index: IndexOption = None,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Rebuild the methods that cannot append tokens, from all tokens.")
@@ -41,7 +43,7 @@ def append(
     encoding: EncodingOption = UTF_8,
     special_tokens: SpecialTokensOption = False,
     model: ModelOption = None,
-    chunk_size: ChunkSizeOption = None,
+    chunk_size: AppendChunkSizeOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     weights: WeightsOption = "auto",

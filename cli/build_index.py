@@ -13,11 +13,11 @@ from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
     ENCODING_HELP,
     TAIL_HELP,
+    BuildChunkSizeOption,
+    BuildKVDtypeOption,
     BuildWeightsOption,
-    ChunkSizeOption,
     DeviceOption,
     DtypeOption,
-    KVDtypeOption,
     ModelOption,
     QuietOption,
     RayOption,
@@ -127,7 +127,7 @@ class BuildOptions:
         int,
         typer.Option(help=f"{TAIL_HELP} Their queries are held out, to calibrate on and to measure with."),
     ] = 128
-    chunk_size: ChunkSizeOption = None
+    chunk_size: BuildChunkSizeOption = None
     checkpoints: Annotated[
         int | None,
         typer.Option(
@@ -168,7 +168,7 @@ class BuildOptions:
     workers: WorkersOption = None
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
-    kv_dtype: KVDtypeOption = AUTO
+    kv_dtype: BuildKVDtypeOption = AUTO
     weights: BuildWeightsOption = AUTO
     quiet: QuietOption = False
     parameters: dict[str, Any]

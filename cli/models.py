@@ -46,7 +46,8 @@ def pull(
     name: Annotated[
         str,
         typer.Argument(
-            help="A name of `sparsekv models list`, a Hugging Face id, or org/name:FILE.gguf for the hub's GGUF file.",
+            help="A name of `sparsekv models list`, a Hugging Face id (org/name), or org/name:FILE.gguf for one GGUF "
+            "file of a repository there.",
             autocompletion=lambda: [EMBEDDED],
         ),
     ] = EMBEDDED,

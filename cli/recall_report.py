@@ -186,8 +186,9 @@ def recall_report(options: ReportOptions) -> None:
     missed_estimate   What a decode step can estimate of missed_mass without
                       reading those tokens. Blank for methods that have no
                       estimate.
-    recall_seen       Recall on queries of the document from which the index
-                      was built. Blank for indices not built from queries.
+    recall_seen       Recall on the last of the document's queries from which
+                      the index was built. Blank for indices not built from
+                      queries.
     list_coverage     Share of the oracle's tokens that are in a posting list
                       that the method read. Blank for methods without lists.
     raised            Share of heads whose budget the --guard raised.

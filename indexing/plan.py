@@ -471,7 +471,7 @@ LAYERS_AT_ONCE = AHEAD + 2
 previous one, which may still be in use."""
 METHODS_SHARE = 10
 """The methods' tensors of a layer take about one tenth of the memory of its keys and values."""
-REMEDY = "index fewer tokens, or spread the model over several GPUs with --gpus"
+REMEDY = "index fewer tokens, or build the index with `sparsekv --gpus N build-index`, over several GPUs"
 
 
 STATES_AT_ONCE = 7

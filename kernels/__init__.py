@@ -1,1 +1,5 @@
-"""Kernels for clustering, centroid lookup and attention over chosen rows, each with its plain-torch reference."""
+"""Kernels of builds and steps, beside their definitions in plain torch.
+
+There are kernels for clustering, for the scores of clusters, codes and posting lists, for attention, for products with
+quantised weights, and for sums over GPUs.
+"""

@@ -1,3 +1,6 @@
-"""Use of an index: opening it, sparse attention, one file per selection method, decoding, reports and tuning."""
+"""Use of a finished index: opening, sparse decoding, serving, traces, reports, evaluation, benchmarks and tuning.
+
+Each selection method is one file in `methods/`.
+"""
 
 import sparsekv.formats  # noqa: F401  # before torch, whose threads it tells how to wait

@@ -15,7 +15,7 @@ DEFAULT_BUDGETS = ["5%", "10%"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options for the timed steps, which `bench` and `bench-model` share."""
+    """Options for the timed steps. `bench` and `bench-model` share these options."""
 
     batch: Annotated[
         list[int] | None,

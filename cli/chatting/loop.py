@@ -48,7 +48,10 @@ def _lines() -> Iterator[str]:
                 f"standard input line {number} is not text in UTF-8; convert it to UTF-8, such as by iconv"
             ) from None
         if "\0" in question:
-            raise UsageError(f"standard input line {number} is not text: it contains zero bytes; convert it to UTF-8")
+            raise UsageError(
+                f"standard input line {number} contains zero bytes, as UTF-16 text does; convert it to UTF-8, such as "
+                "by iconv"
+            )
         if question.strip():
             asked += 1
             yield _no_command(question, number)

@@ -221,17 +221,20 @@ WeightsOption = Annotated[str, _weights_option("nothing, or what the index was b
 BuildWeightsOption = Annotated[
     str, _weights_option("nothing. An existing index with int8 or int4 weights is then built again")
 ]
-KVDtypeOption = Annotated[
-    str,
-    typer.Option(
-        help=(
-            "Storage dtype of keys and values: auto (the model's dtype; an existing index with int8 is then built "
-            "again) or int8, which takes about half the space of bfloat16 and a quarter of that of float32. The error "
-            "that int8 causes in attention is measured and recorded in the index."
-        ),
+
+
+def _kv_dtype_option(more: str = "") -> Any:
+    """Return the option `--kv-dtype`, whose help ends with `more`."""
+    return typer.Option(
+        help="Storage dtype of keys and values: auto (the model's dtype) or int8, which takes about half the space of "
+        "bfloat16 and a quarter of that of float32. The error that int8 causes in attention is measured and recorded "
+        f"in the index.{more}",
         autocompletion=lambda: ["auto", "int8"],
-    ),
-]
+    )
+
+
+KVDtypeOption = Annotated[str, _kv_dtype_option()]
+BuildKVDtypeOption = Annotated[str, _kv_dtype_option(" With auto, an existing int8 index is built again.")]
 SpecialTokensOption = Annotated[
     bool,
     typer.Option(
@@ -248,13 +251,19 @@ SinksOption = Annotated[
     typer.Option(help="Number of tokens at the beginning of the prompt that are always attended and never indexed."),
 ]
 EncodingOption = Annotated[str, typer.Option(metavar="NAME", help=ENCODING_HELP)]
-ChunkSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU, 16,384 on several; a sparse "
-        "prefill 512)."
-    ),
-]
+
+
+def _chunk_size_option(otherwise: str) -> Any:
+    """Return the option `--chunk-size`, whose help has the default of other cases than a dense prefill on one
+    device."""
+    return typer.Option(
+        help=f"Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU{otherwise}).",
+    )
+
+
+ChunkSizeOption = Annotated[int | None, _chunk_size_option("; a sparse prefill 512")]
+BuildChunkSizeOption = Annotated[int | None, _chunk_size_option(", 16,384 on several; a sparse prefill 512")]
+AppendChunkSizeOption = Annotated[int | None, _chunk_size_option("; after a sparse prefill, that of the index")]
 RopeScalingOption = Annotated[
     str | None,
     typer.Option(metavar="yarn|dynamic:FACTOR", help="Extend the model's context to FACTOR times its positions."),

@@ -39,7 +39,7 @@ LEGEND = (
 )
 OPTIONAL = {
     "missed_estimate": "missed estimate: a step's own estimate of missed, from its centroids; empty without centroids.",
-    "recall_seen": "recall seen: recall on the document's queries from which the index was built.",
+    "recall_seen": "recall seen: recall on the last of the document's queries from which the index was built.",
     "list_coverage": "list coverage: share of the oracle's tokens that are in the lists that were read.",
     "raised": "raised, dense: share of the queries for which the guard raised the budget, or read everything.",
 }

@@ -287,7 +287,9 @@ def decode_text(data: bytes, name: str) -> str:
         raise UsageError(f"{name} {where}; convert it to UTF-8 first, such as by iconv") from None
     if "\0" in text:
         # English text in UTF-16 is valid UTF-8, too, in which a zero byte follows each letter.
-        raise UsageError(f"{name} is not text: it contains zero bytes; convert it to UTF-8 first, such as by iconv")
+        raise UsageError(
+            f"{name} contains zero bytes, as UTF-16 text does; convert it to UTF-8 first, such as by iconv"
+        )
     return text
 
 

@@ -100,7 +100,7 @@ def encode_text(
     if left := _count(ids, untold) - meant:
         raise SparsekvError(
             f"the text contains {next(iter(left))}, which this model's tokenizer cannot read as plain text; "
-            "remove it, or give --special-tokens if you wrote the whole text yourself"
+            "remove it, or, if the command has --special-tokens and you wrote the whole text yourself, give that option"
         )
     text = "".join(part for part in parts if not isinstance(part, Trusted))
     return EncodedText(ids, {token: found[token] for token in sorted(+found, key=text.find)}, places)

@@ -38,9 +38,10 @@ COARSEST = torch.bfloat16
 """A model with quantised weights has this dtype's tolerance in any dtype, because some quantisation methods also round
 activations to 8 bits."""
 
-# The same limit for the change caused by int8 storage. Measured: 0.003 for the embedded model over 6,144 tokens, at
-# most 0.02 for random models of every family. Other weights differ more: 0.15 if noise of 10% of their standard
-# deviation is added to the embedded model's weights (docs/reference/eight-bits.md).
+# Largest difference that counts as the rounding of int8 storage, relative to the largest stored logit. Measured
+# (docs/reference/eight-bits.md): 0.003 for the embedded model over 6,168 tokens, at most 0.02 for random models of
+# every family. With other weights than those of the index, logits differ more: by 0.05 with noise of 3% of the
+# weights' standard deviation, by 0.15 with 10%.
 STORING_TOLERANCE: dict[KVDtype, float] = {"int8": 5e-2}
 
 

@@ -36,9 +36,9 @@ from sparsekv.formats.index.reader import CPU, WholeFile
 from sparsekv.formats.index.schema import FileRecord, Manifest
 
 THREADS = min(16, os.cpu_count() or 1)
-SUMS = min(
-    64, os.cpu_count() or 1
-)  # maximum number of checksums computed at a time; a thread takes most of a second for one layer's file
+# Maximum number of checksums computed at a time. It is large, because one thread takes most of a second for the file
+# of a layer of a long document.
+SUMS = min(64, os.cpu_count() or 1)
 HELD_BYTES = 6 << 30  # maximum bytes of tensors that wait to be written and have no other use
 
 

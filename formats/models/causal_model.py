@@ -127,8 +127,9 @@ def causal_model(
         else:
             loaded = _loaded(folder, config, device, dtype, mapped)
     except torch.OutOfMemoryError:
+        smaller = "--dtype bfloat16 or " if dtype.itemsize > 2 else ""
         raise SparsekvError(
-            f"model '{name}' in {dtype} does not fit the memory of {device}; use --dtype bfloat16 or --device cpu"
+            f"model '{name}' in {dtype} does not fit the memory of {device}; use {smaller}--device cpu"
         ) from None
     except _UNREADABLE as error:
         raise SparsekvError(_why_not(error, name, device, dtype)) from None

@@ -427,7 +427,10 @@ def _write_totals(job, h, logits, totals):
 
 @njit(inline="always")
 def _choose(job, memory, thread, threads):
-    """Choose the best keys of every `threads`-th head, and subtract the chosen keys from each cluster's weight."""
+    """List the `budget` best keys of heads `thread`, `thread` + `threads`, and so on.
+
+    Also add to the logit of each cluster the log weight of its keys that are not chosen.
+    """
     H, M, budget = job.H, job.M, job.budget
     ranks, found = ints(memory.scores, (H, M)), ints(memory.found, (H, M))
     bins, labels = ints(memory.bins, (threads, H, BINS)), ints(job.labels, (H, M))

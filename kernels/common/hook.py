@@ -161,9 +161,10 @@ def all_alone() -> Iterator[None]:
 
 @contextmanager
 def calling_back() -> Iterator[None]:
-    """Let this thread's calls of a routed model raise RuntimeError within the context.
+    """Within the context, make this thread's calls of a routed model raise RuntimeError.
 
-    The context surrounds a callback that the user of the library passed, because such a callback may call the model.
+    The context surrounds a callback that the user of the library passed. If the callback called the model, the call
+    would get the attention of the answer in progress.
     """
     token = _active.set(_Route(None, get_ident()))
     try:

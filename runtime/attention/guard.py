@@ -50,9 +50,9 @@ def estimates_missed(method: Method, *, residual: bool) -> bool:
 def check_estimates_missed(option: str, form: MethodSpec) -> None:
     """Raise UsageError for a method whose missed mass cannot be estimated."""
     if not estimates_missed(form.method, residual=form.residual):
-        raise UsageError(
-            f"{option}: {form.name} cannot estimate how much attention it misses; add --residual or use another method"
-        )
+        # A method that represents the other tokens itself takes no centroids of a residual.
+        remedy = "use another method" if form.method.replaces() else "add --residual or use another method"
+        raise UsageError(f"{option}: {form.name} cannot estimate how much attention it misses; {remedy}")
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ class Timer:
                 del data  # free the layer before the next layer is generated
         except torch.OutOfMemoryError:
             raise SparsekvError(
-                f"keys and values do not fit the memory of {clock.device}; choose a smaller --context or --batch"
+                f"keys and values do not fit the memory of {clock.device}; {self.source.less_memory}"
             ) from None
         return timed
 

@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -209,6 +209,8 @@ LARGE = Sizes(("128K",), 32, 8, 128, "bfloat16")
 class Mixtures:
     """Synthetic layers for each context length and batch. `indexed`: names of methods whose index can be built."""
 
+    less_memory: ClassVar[str] = "choose a smaller --context or --batch"
+
     def __init__(self, wanted: Wanted, device: torch.device, indexed: Sequence[str]):
         self.indexed = indexed
         sizes = LARGE if device.type == "cuda" else SMALL
@@ -268,6 +270,8 @@ class Mixtures:
 
 class StoredLayerSource:
     """One layer of an index, for each requested number of questions, with the tensors of the index's methods."""
+
+    less_memory: ClassVar[str] = "leave --index out and choose a --context, or give --device cpu"
 
     def __init__(self, artifact: Artifact, layer: int | None, wanted: Wanted, device: torch.device):
         sizes = {"context": wanted.contexts, "batch": [] if wanted.shared else wanted.batches}

@@ -172,7 +172,10 @@ def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
-    """Raise ArtifactError if index and model differ in the layers that attend or in those with a recurrent state."""
+    """Raise ArtifactError if index and model differ in their layers.
+
+    They may differ in the number of layers, in the layers that attend, or in those with a recurrent state.
+    """
     manifest = artifact.manifest
     compared = (
         ("layers", range(len(manifest.layers)), range(kinds.layers)),

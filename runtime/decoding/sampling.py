@@ -44,7 +44,7 @@ def check_sampling(values: Any, named: Callable[[str], str] = str) -> None:
         ),
         "top_p": (values.top_p is not None and not 0 < values.top_p <= 1, "a share above 0 and at most 1"),
         "top_k": (values.top_k is not None and values.top_k < 1, "at least 1"),
-        "seed": (not -(2**63) <= values.seed < 2**63, f"a whole number of at most {2**63 - 1}"),
+        "seed": (not -(2**63) <= values.seed < 2**63, "a whole number from -2**63 to 2**63 - 1"),
     }
     for name, (is_wrong, remedy) in wrong.items():
         if is_wrong:

@@ -57,15 +57,16 @@ class ItemList(DrawnTask):
             UsageError: there are fewer items than questions.
         """
         asked = request.asked()
-        self.check(len(items), asked, request)
+        self.check(len(items), asked, request, ", or fewer --questions")
         places = nearest([(one + 0.5) / asked for one in range(asked)], len(items))
         return [items[place] for place in drawn.sample(places, asked)]
 
-    def check(self, items: int, least: int, request: Request) -> None:
-        """Raise UsageError if the document has fewer than `least` items."""
+    def check(self, items: int, least: int, request: Request, remedy: str = "") -> None:
+        """Raise UsageError if the document has fewer than `least` items. `remedy` ends the message."""
         if items < least:
             raise UsageError(
-                f"--length {request.length} is too small for {self.name}; give more tokens, or fewer --questions"
+                f"--length {request.length} is too small for {self.name}: the list has {items} of the {least} items "
+                f"that the task needs; give more tokens{remedy}"
             )
 
 

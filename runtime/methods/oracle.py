@@ -1,4 +1,4 @@
-"""The oracle: selection of the tokens of highest exact attention probability, an upper bound for other selections.
+"""The oracle: selection of the tokens of highest exact attention probability, an upper bound of recall.
 
 The oracle reads every key.
 """

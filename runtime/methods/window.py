@@ -1,4 +1,4 @@
-"""Attention to sinks and tail only, without any token of the middle: the lower bound for other selections."""
+"""Attention to sinks, tail and new tokens, and to no token of the middle: a baseline that other methods should beat."""
 
 from dataclasses import dataclass
 

@@ -58,8 +58,8 @@ class RecallRow:
     Attributes:
         recall: share of the oracle's tokens that the method selects.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
-        recall_seen: recall on the document's queries from which the index was built. None if the index stores no
-            queries, or if the method does not learn from them.
+        recall_seen: recall on the last of the document's queries from which the index was built, half as many as the
+            tail has tokens. None if the index stores no queries, or if the method does not learn from them.
         list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
         raised: share of a head's queries over the guard's limit at the first budget; None without a guard.
         dense: share of a head's queries to which the guard gave dense attention; None without a guard.
@@ -247,7 +247,7 @@ def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | 
 def _recall_seen(
     rows: LayerRows, measured: list[MeasuredSetting], device: torch.device
 ) -> dict[MeasuredSetting, torch.Tensor]:
-    """Return the recall [Hk] of methods that learn from queries, on the document queries used to build the index."""
+    """Return the recall [Hk] of methods that learn from queries, on the queries of `seen_block`."""
     learned = [one for one in measured if one.form.method.learns_queries]
     block = seen_block(rows.artifact, rows.layer) if learned else None
     if block is None:

@@ -116,7 +116,7 @@ class CodeScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the codes are on a GPU, kernels support them, and a scan of this many keys by kernels saves time."""
+        """Whether the codes are on a GPU, in sizes that kernels support, and are enough for kernels to save time."""
         codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
         # The kernel unrolls its look-ups over the parts, and stores one part of the rotation in shared memory.
         fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS

@@ -531,7 +531,7 @@ class Method(ABC):
     searched_on_host: ClassVar[bool] = False
     """Whether the index stays in host memory, and is searched there, if keys and values are in host memory."""
     is_bound: ClassVar[bool] = False
-    """Whether the method is only an upper bound for other methods, because its count of read rows omits the search."""
+    """Whether the method is only an upper bound of recall, because its count of read rows omits the search."""
     reads_all_keys: ClassVar[bool] = False
     """Whether each decode step reads every key to select rows."""
     merges_heads: ClassVar[bool] = False

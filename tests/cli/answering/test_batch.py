@@ -93,7 +93,10 @@ def test_questions_in_utf_16_are_read_by_their_byte_order_mark(place: Path) -> N
     [
         (b"\n \n\t\n", ("--batch-file bad.txt holds no question",)),
         (b"caf\xe9\n", ("--batch-file bad.txt is not text in UTF-8 at byte offset 3;",)),
-        ("Why?\n".encode("utf-16-le"), ("--batch-file bad.txt is not text: it contains zero bytes",)),
+        (
+            "Why?\n".encode("utf-16-le"),
+            ("--batch-file bad.txt contains zero bytes, as UTF-16 text does; convert it to UTF-8 first",),
+        ),
         (None, ("--batch-file bad.txt is a folder",)),
     ],
 )

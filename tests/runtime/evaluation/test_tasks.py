@@ -296,3 +296,16 @@ def test_there_are_not_facts_without_end() -> None:
 def test_a_length_that_is_too_small_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"--length 20 is too small for {name}"):
         tasks()[name].make(request(length=20))
+
+
+@pytest.mark.parametrize(
+    ("name", "needed", "remedy"),
+    [
+        ("scbench-mf", 7, "give more tokens"),
+        ("scbench-many-shot", 24, "give more tokens"),
+        ("scbench-kv", 3, "give more tokens, or fewer --questions"),
+    ],
+)
+def test_fewer_questions_are_a_remedy_only_where_they_determine_the_length(name: str, needed: int, remedy: str) -> None:
+    with pytest.raises(UsageError, match=rf"of the {needed} items that the task needs; {remedy}$"):
+        tasks()[name].make(request(length=30))
