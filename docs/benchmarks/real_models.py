@@ -48,6 +48,8 @@ BUDGETS = ("1.5%", "5%")
 LENGTHS = (4096, 16384, 30000, 64000, 120000)
 CONTEXTS, QUESTIONS, GROUPS = 1, 8, 2
 """Contexts that one command draws, the questions about each, and the number of commands of a length and task."""
+MOST_QUESTIONS = {"scbench-mf": 7}
+"""Questions about a context of the tasks that have fewer."""
 BEYOND = 20.0
 """Percentage of right answers by dense attention below which a task is beyond the model."""
 HARD = ("niah-multikey-2", "niah-multikey-3")
@@ -66,22 +68,28 @@ class Command:
     seed: int
     task: str
     scaling: str | None
+    dtype: str
 
     @property
     def name(self) -> str:
         return f"{Path(self.model).stem}-{self.length}-{self.seed}-{self.task}"
 
+    def line(self, text: Path) -> str:
+        """Return the command as a line for a shell."""
+        return shlex.join(["sparsekv", *self.arguments(str(text), f"{self.name}.eval", f"{self.name}.jsonl")])
+
     def arguments(self, text: str, work: str, answers: str) -> list[str]:
         """Return the arguments of `sparsekv` that write the answers to a file."""
         ways = [part for name in METHODS for part in ("--method", name)]
         ways += [part for share in BUDGETS for part in ("--budget", share)]
-        drawn = ["--length", self.length, "--contexts", CONTEXTS, "--questions", QUESTIONS, "--seed", self.seed]
+        questions = MOST_QUESTIONS.get(self.task, QUESTIONS)
+        drawn = ["--length", self.length, "--contexts", CONTEXTS, "--questions", questions, "--seed", self.seed]
         scaled = ["--rope-scaling", self.scaling] if self.scaling else []
-        kept = ["--work", work, "--answers", answers, "--json", "-q"]
+        kept = ["--work", work, "--answers", answers, "--dtype", self.dtype, "--json", "-q"]
         return list(map(str, ["eval", text, "--model", self.model, "--task", self.task, *drawn, *ways, *scaled, *kept]))
 
 
-def commands(models: Sequence[str], lengths: Sequence[int], groups: int) -> Iterator[Command]:
+def commands(models: Sequence[str], lengths: Sequence[int], groups: int, dtype: str) -> Iterator[Command]:
     """Yield the commands of each model and length, shortest lengths first, so that stopped runs end with whole tables.
 
     A length that takes more than FURTHEST times a model's positions is left out.
@@ -91,7 +99,8 @@ def commands(models: Sequence[str], lengths: Sequence[int], groups: int) -> Iter
         factor = math.ceil((length + ROOM) / (positions[model] or math.inf))
         if factor <= FURTHEST:
             scaling = f"yarn:{factor}" if factor > 1 else None
-            yield from (Command(model, length, seed, task, scaling) for seed in range(groups) for task in TASKS)
+            each = product(range(groups), TASKS)
+            yield from (Command(model, length, seed, task, scaling, dtype) for seed, task in each)
 
 
 class Measurement:
@@ -129,11 +138,16 @@ class Measurement:
             process.send_signal(signal.SIGKILL)  # its answers are on the disk
             process.communicate()
             return False
+        if process.returncode == 0:
+            with (self.folder / COMMANDS).open("a", encoding="utf-8") as file:
+                file.write(f"{command.name}\t{command.line(self.text)}\n")
         took = time.monotonic() - began
         print(f"{command.name}: {'done' if process.returncode == 0 else told.strip()} in {took:.0f} s", flush=True)
         return process.returncode == 0
 
 
+COMMANDS = "commands.txt"
+"""Names of files of answers, each with the command that wrote it."""
 Answers = list[dict[str, Any]]
 NAME = re.compile(r"(.+)-(\d+)-(\d+)-([a-z][a-z0-9-]*)")
 """Model, length, seed and task in a file's name."""
@@ -225,10 +239,10 @@ def _same(given: Answers, base: Answers) -> float:
 
 
 INTRODUCTION = """\
-Answers of `python docs/benchmarks/real_models.py`, whose `measure --print` prints the command of each table. Right
-answers are in percent, as a mean over the questions of all tasks within the model's reach: dense attention answers at
-least 20% of a task right. Differences to dense attention are paired by question, in points, with 95% intervals of a
-bootstrap over contexts. `window` reads nothing of the document's middle, as a control."""
+Answers of `python docs/benchmarks/real_models.py`. Right answers are in percent, as a mean over the questions of all
+tasks within the model's reach: dense attention answers at least 20% of a task right. Differences to dense attention are
+paired by question, in points, with 95% intervals of a bootstrap over contexts. `window` reads nothing of the document's
+middle, as a control."""
 HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
 
 
@@ -245,7 +259,17 @@ def page(folder: Path) -> str:
         text += [_line(_cells(row)) for row in rows]
         told = ", ".join(f"{task} {right:.0f}{' (beyond)' * (right < BEYOND)}" for task, right in by_task.items())
         text += ["", f"Dense attention by task, in percent: {told}.", ""]
+        text += _commands(folder, f"{model}-{length}-")
     return "\n".join(text)
+
+
+def _commands(folder: Path, beginning: str) -> list[str]:
+    """Return the command of the first file of answers whose name begins so, and the seeds and tasks of the others."""
+    lines = (folder / COMMANDS).read_text(encoding="utf-8").splitlines()
+    named = sorted(line.split("\t") for line in lines if line.startswith(beginning))
+    others = ", ".join(name.removeprefix(beginning) for name, _ in named[1:])
+    more = f"The other files of answers (seed and task): {others}." if others else ""
+    return [f"Command of `{named[0][0]}`: `{named[0][1]}`", "", more, ""]
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -283,6 +307,7 @@ def parsed() -> argparse.Namespace:
     measure.add_argument(
         "--groups", type=int, default=GROUPS, help="commands of a model, length and task, each with a seed"
     )
+    measure.add_argument("--dtype", default="auto", help="as in `sparsekv eval`; a GGUF is otherwise read in float32")
     measure.add_argument("--minutes", type=float, default=9.0)
     measure.add_argument("--workers", type=int, default=1, help="commands that run beside each other")
     measure.add_argument("--print", action="store_true", help="print the commands and run none")
@@ -296,10 +321,10 @@ def main() -> None:
     if given.part == "page":
         print(page(given.folder))
         return
-    wanted = list(commands(given.model, given.length or LENGTHS, given.groups))
+    wanted = list(commands(given.model, given.length or LENGTHS, given.groups, given.dtype))
     if given.print:
         for one in wanted:
-            print(shlex.join(["sparsekv", *one.arguments(str(given.text), f"{one.name}.eval", f"{one.name}.jsonl")]))
+            print(one.line(given.text))
         return
     left = Measurement(given.folder, given.text, given.minutes, given.workers).run(wanted)
     print(f"{len(wanted) - left} of {len(wanted)} commands have ended")
