@@ -1,7 +1,7 @@
 """Ask real models questions with known answers, and write a page of the right answers of each method.
 
     python docs/benchmarks/real_models.py measure FOLDER TEXT --model NAME_OR_FILE [--model ...] [--length N ...]
-    python docs/benchmarks/real_models.py page FOLDER > docs/benchmarks/board.md
+    python docs/benchmarks/real_models.py page FOLDER [--note TEXT] > docs/benchmarks/board.md
 
 `measure` runs commands of `sparsekv eval`, each of which asks questions of one task about contexts of one length that
 it draws with one seed. Several commands run beside each other, also on one GPU. With two GPUs, run `measure` for each,
@@ -246,9 +246,9 @@ middle, as a control."""
 HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
 
 
-def page(folder: Path) -> str:
-    """Return the page: a table for each model and length, the tasks, and the commands."""
-    text = ["# Right answers of real models", "", INTRODUCTION, ""]
+def page(folder: Path, note: str) -> str:
+    """Return the page: a note, and for each model and length a table, the tasks and the commands."""
+    text = ["# Right answers of real models", "", INTRODUCTION, "", *([note, ""] if note else [])]
     for (model, length), answers in read(folder).items():
         rows, by_task = table(answers)
         contexts = {(one["task"], one["seed"], one["context"]) for one in answers}
@@ -313,13 +313,14 @@ def parsed() -> argparse.Namespace:
     measure.add_argument("--print", action="store_true", help="print the commands and run none")
     shown = parts.add_parser("page", help="print the page of all answers in FOLDER")
     shown.add_argument("folder", type=Path)
+    shown.add_argument("--note", default="", help="a paragraph about the measurement: machine, commit, what is missing")
     return parser.parse_args()
 
 
 def main() -> None:
     given = parsed()
     if given.part == "page":
-        print(page(given.folder))
+        print(page(given.folder, given.note))
         return
     wanted = list(commands(given.model, given.length or LENGTHS, given.groups, given.dtype))
     if given.print:
