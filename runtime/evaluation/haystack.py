@@ -172,7 +172,7 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
         size = min(upper, 2 * size)
     used = largest(lambda number: count(render(units[:number])) <= length, size)
     if used < 0:
-        raise UsageError(f"--length {length} is too small for {task}; give more tokens, or fewer --questions")
+        raise UsageError(f"--length {length} is too small for {task}; give more tokens")
     if used == len(units) and (tokens := count(render(units))) < 0.75 * length:
         shorter = f"--length {tokens}, or " if tokens >= LEAST_SUGGESTED else ""
         raise UsageError(
