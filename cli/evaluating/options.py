@@ -89,7 +89,10 @@ class EvalOptions:
 
     document: Annotated[
         str | None,
-        typer.Argument(metavar="DOC", help="Plain text, PDF, DOCX or HTML to make tasks from; - for standard input. Some tasks need none."),
+        typer.Argument(
+            metavar="DOC",
+            help="Plain text, PDF, DOCX or HTML to make tasks from; - for standard input. Some tasks need none.",
+        ),
     ] = None
     task: Annotated[
         list[str] | None,
