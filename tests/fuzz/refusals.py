@@ -86,7 +86,7 @@ DUE = (
         lambda case: case.deed in EVALUATING and (_few_positions(case) or case.rope in BY_LENGTH),
     ),
     Due(
-        rf"(\S+, .+: )?the document is too short to index: it has {N} tokens with the chat template, and sinks and "
+        rf"(?:\S+, .+: )?the document is too short to index: it has {N} tokens with the chat template, and sinks and "
         rf"tail alone take {N};",
         less=True,
     ),
