@@ -6,7 +6,6 @@ compare rows after it, and prepare the requests whose tokens attend sparsely.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +27,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.vllm.budgets import DecodeSetting, budget_of
-from sparsekv.runtime.vllm.cpu_attention import SparseCPUImpl
-from sparsekv.runtime.vllm.decoding import Decode, DecodeSteps, IndexLayers
+from sparsekv.runtime.vllm.answers import Answers
+from sparsekv.runtime.vllm.budgets import DecodeSetting
+from sparsekv.runtime.vllm.decoding import Decode, DecodeSteps, IndexLayers, SparseAttention
 from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance, share_of
 from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
 from sparsekv.runtime.vllm.prefixes import PrefixTable
@@ -83,20 +81,6 @@ class Transfer(KVConnectorMetadata):
     loads: list[Rows]
     comparison: Rows | None = None
     decodes: list[Decode] = field(default_factory=list)
-
-
-@dataclass
-class Answer:
-    """An answer whose tokens attend sparsely, within a budget, once the index is trusted.
-
-    Attributes:
-        sparse: whether a token did, so that the answer's keys and values are not those of dense attention.
-    """
-
-    request: "Request"
-    index: str
-    budget: Budget
-    sparse: bool = False
 
 
 @dataclass
@@ -222,21 +206,18 @@ class SchedulerSide:
         self._table = PrefixTable(prompts, self._block)
         self._loads: list[Rows] = []
         self._on_trial: Rows | None = None
-        self._setting = setting
-        self._answers: dict[str, Answer | None] = {}
-        self._dense = set[str]()
+        self._answers = Answers(setting, self._table, self._block)
 
     def matched(self, request: "Request", computed: int) -> int | None:
-        """Return the number of tokens to load after the `computed` ones; None if the request waits for a trial."""
+        """Return the number of tokens to load after the `computed` ones; None if the request waits for a step."""
         if request.prompt_token_ids is None or request.lora_request is not None or request.mm_features:
             return 0
-        if request.request_id not in self._answers:
-            self._answers[request.request_id] = self._answer(request)
+        self._answers.begin(request)
         trial = self._table.trial
         if trial is not None and trial.request == request.request_id:  # it was preempted before the comparison
             self.finish(request.request_id)
             return None
-        if self._table.waits(request.prompt_token_ids):
+        if self._table.waits(request.prompt_token_ids) or self._answers.complete_block_of(request, computed):
             return None
         prefix = self._table.longest(request.prompt_token_ids)
         return 0 if prefix is None else max(0, prefix.loaded - computed)
@@ -256,7 +237,7 @@ class SchedulerSide:
         """Return the loads before a step, and the comparison if the step computes the last of the compared tokens."""
         transfer, self._loads = Transfer(self._loads), []
         computed = _computed(step)
-        transfer.decodes = list(self._decodes(computed))
+        transfer.decodes = self._answers.decodes(computed, self.manager)
         trial, rows = self._table.trial, self._on_trial
         last = range(0) if trial is None else computed.get(trial.request, range(0))
         if trial is not None and rows is not None and last.stop >= rows.compared.stop:
@@ -276,51 +257,15 @@ class SchedulerSide:
                 self._table.trust(name)
                 logger.info("index %s is trusted: rows computed over it are %.4f%% from its own", name, 100 * distance)
         for name, reason in verdicts.dense.items():
-            if name not in self._dense:
-                logger.error("index %s: its requests attend densely: %s", name, reason)
-            self._dense.add(name)
+            self._answers.attend_densely(name, reason)
 
     def finish(self, request: str) -> None:
         """Forget a request. If its trial is not over, no other request shares its blocks."""
-        self._answers.pop(request, None)
+        self._answers.end(request)
         trial = self._table.trial
         if trial is not None and trial.request == request:
             self._forget_blocks()
             self._table.end_trial(trial.prefix.index)
-
-    def _answer(self, request: "Request") -> Answer | None:
-        """Return the answer to a new request; None if it attends densely."""
-        sampling = request.sampling_params
-        asked = None if sampling is None else sampling.extra_args
-        index = self._table.whole(request.prompt_token_ids)
-        try:
-            budget = budget_of(self._setting, asked or {})
-        except UsageError as error:
-            logger.warning("request %s attends densely: %s", request.request_id, error)
-            return None
-        return None if index is None or budget is None else Answer(request, index, budget)
-
-    def _decodes(self, computed: dict[str, range]) -> Iterator[Decode]:
-        """Yield the sparse decode steps of a step that computes these tokens, by request.
-
-        Blocks with rows of sparse answers are removed from vLLM's prefix cache, because a later prompt with the same
-        tokens attends densely.
-        """
-        for name, tokens in computed.items():
-            answer = self._answers.get(name)
-            if answer is None:
-                continue
-            prompt, blocks = answer.request.num_prompt_tokens, self.manager.get_block_ids(name)[0]
-            if len(tokens) == 1 and tokens.start >= prompt and self._is_sparse(answer.index):
-                answer.sparse = True
-                first = self._table.tokens(answer.index) // self._block
-                yield Decode(name, answer.index, answer.budget, tokens.start, blocks[first:], first * self._block)
-            if answer.sparse:
-                full = range(max(tokens.start, prompt) // self._block, tokens.stop // self._block)
-                self.manager.evict_blocks({blocks[number] for number in full})
-
-    def _is_sparse(self, index: str) -> bool:
-        return self._table.trusts(index) and index not in self._dense
 
     def _forget_blocks(self) -> None:
         """Remove from vLLM's prefix cache what a trial without success has loaded, and computed over it.
@@ -380,13 +325,14 @@ class WorkerSide:
         """
         calls = []
         for number, layer in layers.items():
-            if not isinstance(layer.impl, SparseCPUImpl) or layer.impl.alibi_slopes is not None:
+            if not isinstance(layer.impl, SparseAttention) or getattr(layer.impl, "alibi_slopes", None) is not None:
                 raise UsageError(
                     f'"method": {method} needs vLLM on a CPU, with the plugin `sparsekv` and a model without ALiBi; '
                     "leave it out of kv_connector_extra_config"
                 )
             layer.impl.number = number
-            query, rows = (torch.zeros(heads, layer.head_size) for heads in (layer.num_heads, layer.num_kv_heads))
+            like = {"dtype": self._layers[number].dtype, "device": self._layers[number].cache.device}
+            query, rows = (torch.zeros(one, layer.head_size, **like) for one in (layer.num_heads, layer.num_kv_heads))
             calls.append(layer.impl.call(query, rows, rows))
         caches = {
             number: (layer, layer.find_layout(layers[number].head_size)) for number, layer in self._layers.items()
@@ -394,7 +340,7 @@ class WorkerSide:
         self._steps = DecodeSteps(caches, self._block)
         for name, index in self._indices.items():
             try:
-                self._steps.add(name, IndexLayers(index, method, calls, self._config.model_config.dtype))
+                self._steps.add(name, IndexLayers(index, method, calls))
             except SparsekvError as error:
                 self._verdicts.dense[name] = str(error)
         for layer in layers.values():

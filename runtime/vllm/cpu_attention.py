@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.vllm.decoding import AnswerLayers, DecodeSteps, attend
+from sparsekv.runtime.vllm.decoding import AnswerLayers, DecodeSteps, SparseAttention, attend
 
 
 @dataclass
@@ -34,11 +34,12 @@ class Split:
 
     Attributes:
         sparse: tokens that attend sparsely, by their number in the batch.
-        rest: metadata with which these tokens attend to a single row, and all other tokens as without a method.
+        rest: metadata with which these tokens attend to a single row, and all other tokens as without a method; None if
+            there are no others.
     """
 
     sparse: dict[int, AnswerLayers]
-    rest: CPUAttentionMetadata
+    rest: CPUAttentionMetadata | None
 
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -51,19 +52,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return SparseCPUMetadata(**vars(with_lengths(common_attn_metadata.seq_lens)), build=with_lengths)
 
 
-class SparseCPUImpl(CPUAttentionBackendImpl):
-    """Attention of one layer.
-
-    Attributes:
-        number: index of the layer in its model.
-        steps: the requests that decode sparsely, set by the connector; None: all tokens attend densely.
-    """
-
-    number: int
-    steps: DecodeSteps | None = None
-
+class SparseCPUImpl(SparseAttention, CPUAttentionBackendImpl):
     def call(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> AttentionCall:
-        """Return the attention call of one token's query [Hq, D], keys and values [Hk, D]."""
         return AttentionCall(
             layer=self.number,
             query=query[:, None],
@@ -90,7 +80,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         split = None if self.steps is None or attn_metadata is None else _split(attn_metadata, self.steps)
         if split is None or not split.sparse or self.sliding_window != -1:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **others)
-        super().forward(layer, query, key, value, kv_cache, split.rest, output, *scales, **others)
+        if split.rest is not None:
+            super().forward(layer, query, key, value, kv_cache, split.rest, output, *scales, **others)
         for token, layers in split.sparse.items():
             output[token] = attend(layers, self.call(query[token], key[token], value[token]))[:, 0]
         return output
@@ -115,5 +106,6 @@ def _split(metadata: SparseCPUMetadata, steps: DecodeSteps) -> Split:
         for request, (start, stop) in enumerate(pairwise(starts)):
             if stop - start == 1 and (layers := steps.at(slots[start])) is not None:
                 sparse[start], lengths[request] = layers, 1
-        metadata.split = Split(sparse, metadata.build(lengths) if sparse else metadata)
+        others = sparse and len(sparse) < metadata.num_actual_tokens
+        metadata.split = Split(sparse, metadata.build(lengths) if others else None)
     return metadata.split

@@ -4,6 +4,7 @@ Each request has layers of its own, with the exact rows: sinks, tail, and the ro
 an index share its selectors and its rows, which are those of the index's files.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,15 +54,14 @@ class IndexLayers:
 
     Args:
         artifact: the index, with the KV heads of this process.
-        calls: an attention call of each layer of this process, with the settings that the engine attends with.
-        dtype: dtype of the engine's model.
+        calls: an attention call of each layer of this process, in the engine's dtype, with its settings of attention.
 
     Raises:
         SparsekvError: the index lacks the method, its files are damaged, the method keeps state of one request, or the
             engine attends with other settings than the build.
     """
 
-    def __init__(self, artifact: ArtifactShare, method: str, calls: Sequence[AttentionCall], dtype: torch.dtype):
+    def __init__(self, artifact: ArtifactShare, method: str, calls: Sequence[AttentionCall]):
         self._config, self._split = choose_config(artifact, method), artifact.manifest.split
         attention, built = self._config.attention, BuiltLayers(artifact.manifest.layers)
         if isinstance(attention, Dense) or isinstance(attention.method, LayerSharing):
@@ -69,7 +69,7 @@ class IndexLayers:
         for call in calls:
             built.check(call)
         artifact.check_sums(files_read(artifact, attention))
-        device = calls[0].query.device
+        device, dtype = calls[0].query.device, calls[0].query.dtype
         prepared = PreparedMethod(attention, device)
         sparse = SparseLayers(
             artifact, device, dtype, lambda layer: LayerRows(artifact, layer), prepared, self._split, self._config, None
@@ -77,6 +77,9 @@ class IndexLayers:
         self._parts = {call.layer: sparse.parts(call.layer) for call in calls if call.window is None}
         if not all(_serves_many(plan_layer(parts, self._config)) for _, parts in self._parts.values()):
             raise UsageError(f"{method} keeps state of one request, which others cannot use; use codes")
+        first = [call for call in calls if call.layer in self._parts][:1]
+        for call in first:  # compiles the step, which takes seconds where no earlier process did
+            attend(self.answer(Budget(1)), call)
 
     @property
     def tokens(self) -> int:
@@ -149,3 +152,19 @@ def attend(layers: AnswerLayers, call: AttentionCall) -> torch.Tensor:
     layer = layers[call.layer]
     layer.update(call.keys[None], call.values[None])
     return layer.attend(call)
+
+
+class SparseAttention(ABC):
+    """An engine's attention of one layer that can decode sparsely, as a base class beside the engine's own.
+
+    Attributes:
+        number: index of the layer in its model.
+        steps: the requests that decode sparsely; None: all tokens attend densely.
+    """
+
+    number: int
+    steps: DecodeSteps | None = None
+
+    @abstractmethod
+    def call(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> AttentionCall:
+        """Return the attention call of one token's query [Hq, D], keys and values [Hk, D]."""
