@@ -30,7 +30,7 @@ class DecodeSetting:
             if budget is not None:
                 raise UsageError('kv_connector_extra_config: "budget" needs "method", such as "codes"')
             return None
-        if method not in methods():
+        if not isinstance(method, str) or method not in methods():
             names = ", ".join(sorted(name for name, kind in methods().items() if kind.needs_index))
             raise UsageError(
                 f'kv_connector_extra_config: no "method" {method!r}; use one of the indices\' own: {names}'

@@ -77,6 +77,16 @@ def test_during_a_trial_requests_that_would_share_its_blocks_wait() -> None:
     assert not found.waits(MANUAL)
 
 
+def test_the_longest_index_that_is_whole_in_a_prompt() -> None:
+    found = table(manual=MANUAL, chapter=MANUAL[:40], other=[1] * 50)
+    assert found.whole(MANUAL + QUESTION) == "manual"
+    assert found.whole(MANUAL) == "manual"
+    assert found.whole(MANUAL[:99] + QUESTION) == "chapter"
+    assert found.whole(MANUAL[:39] + QUESTION) is None
+    found.refuse("manual")
+    assert found.whole(MANUAL + QUESTION) == "chapter"
+
+
 def test_an_unfinished_trial_is_repeated() -> None:
     found = table()
     prefix = found.longest(MANUAL)
