@@ -35,7 +35,7 @@ class Engine:
     """A running server.
 
     Attributes:
-        lines: returns the connector's lines about indices, without vLLM's prefix.
+        lines: returns the connector's lines about indices and requests, without vLLM's prefix.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path):
@@ -87,8 +87,8 @@ class Engine:
         return 0 if found is None else int(float(found.group(1)))
 
     def lines(self) -> list[str]:
-        """The connector's lines about indices, without vLLM's prefix of time and place."""
-        return re.findall(r"\[connector\.py:\d+\] (index .*)", self._log.read_text())
+        """The connector's lines about indices and requests, without vLLM's prefix of time and place."""
+        return re.findall(r"\[(?:connector|answers)\.py:\d+\] (.*)", self._log.read_text())
 
     def kill(self) -> None:
         """Kill the server and its workers at once."""
