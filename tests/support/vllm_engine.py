@@ -24,11 +24,15 @@ NAME = "smollm2"
 
 @dataclass(frozen=True)
 class Reply:
-    """The text of an answer, the prompt's tokens that were not computed, and the seconds until the first token."""
+    """The text of an answer, the prompt's tokens that were not computed, and times in seconds.
+
+    `first` is the time until the first token, and `later` that of each later token.
+    """
 
     text: str
     cached: int
     first: float
+    later: float
 
 
 class Engine:
@@ -56,7 +60,7 @@ class Engine:
 
     def ask(self, prompt: list[int], tokens: int = 12, budget: str | float | None = None) -> Reply:
         """The greedy continuation of token ids, decoded within a budget."""
-        started, first, cached, parts = time.perf_counter(), None, 0, []
+        started, first, cached, count, parts = time.perf_counter(), None, 0, 0, []
         stream = self.client.completions.create(
             model=NAME,
             prompt=prompt,
@@ -72,8 +76,10 @@ class Engine:
                 parts.append(piece.choices[0].text)
             if piece.usage is not None and piece.usage.prompt_tokens_details is not None:
                 cached = piece.usage.prompt_tokens_details.cached_tokens or 0
+                count = piece.usage.completion_tokens
         assert first is not None
-        return Reply("".join(parts), cached, first)
+        later = (time.perf_counter() - started - first) / max(1, count - 1)
+        return Reply("".join(parts), cached, first, later)
 
     def ask_in_vain(self, prompt: list[int]) -> None:
         """Ask for a long answer from a server that is killed meanwhile."""
