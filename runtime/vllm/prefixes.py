@@ -1,7 +1,8 @@
 """Find the index whose prompt a request begins with, and decide which of its tokens are loaded and which are compared.
 
 An index is *on trial* while the first request loads its rows: the model computes the RUN tokens after the loaded ones
-itself, and the worker compares their keys and values with the index's. Only then is the index trusted.
+itself, and the worker compares their keys and values with the index's. Only then is the index trusted. One trial runs
+at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,8 +65,15 @@ class PrefixTable:
         return max(whole, key=lambda name: whole[name], default=None)
 
     def waits(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt begins with a block of the index on trial, whose blocks it must not share yet."""
-        return self.trial is not None and self._shared(ids).get(self.trial.prefix.index, 0) >= self._block
+        """Whether a prompt waits until the trial that is running ends.
+
+        It does if it begins with a block of the index on trial, or if it would begin another trial.
+        """
+        if self.trial is None:
+            return False
+        prefix = self.longest(ids)
+        untrusted = prefix is not None and len(prefix.compared) > 0
+        return untrusted or self._shared(ids).get(self.trial.prefix.index, 0) >= self._block
 
     def begin(self, request: str, prefix: Prefix) -> None:
         """Begin the trial of an index that is not trusted."""

@@ -25,6 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scheduling")
     save_tiny(folder / "model")
     build_small(folder / "doc.skv")
+    build_small(folder / "other.skv", text="Another document. " * 100)
     return folder
 
 
@@ -43,7 +44,7 @@ class Steps:
         extra: further settings of the connector.
     """
 
-    def __init__(self, room: int, blocks: int = BLOCKS, **extra: str):
+    def __init__(self, room: int, blocks: int = BLOCKS, **extra: Any):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -158,6 +159,21 @@ def test_the_first_request_is_compared_and_others_wait_for_it(steps: Callable[..
     run.end(step)
     assert run.texts["first"] == [7, 7]
     assert run.texts["second"] == [7]
+
+
+def test_two_indices_are_compared_one_after_the_other(
+    steps: Callable[..., Steps], folder: Path, document: list[int]
+) -> None:
+    other: list[int] = Artifact(folder / "other.skv").input_ids().tolist()
+    run = steps(1024, indices=["doc.skv", "other.skv"])
+    run.ask("first", [*document, 1])
+    run.ask("second", [*other, 1])
+    step = run.begin()
+    assert set(step.num_scheduled_tokens) == {"first"}
+    assert step.kv_connector_metadata.comparison.index == "doc.skv"
+    run.end(step, ACCEPTED)
+    step = run.begin()
+    assert step.kv_connector_metadata.comparison.index == "other.skv"
 
 
 def test_a_trusted_index_is_loaded_up_to_its_last_whole_block(steps: Callable[..., Steps], document: list[int]) -> None:
