@@ -114,18 +114,16 @@ def test_a_budget_of_everything_gives_the_dense_text(replies: dict[Ask, str]) ->
 def test_facts_are_found_as_by_generate(
     library: Library, facts: dict[str, list[Question]], replies: dict[Ask, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = {"vLLM": 0, "generate": 0}
+    right = 0
     for name, questions in facts.items():
         asked, budget = [said(question) for question in questions], FACT_BUDGETS[name]
-        options = ("--method", "codes", "--budget", budget)
-        found = [replies[Ask(name, text, budget, FACT_TOKENS)] for text in asked]
-        expected = library.generated(name, asked, FACT_TOKENS, *options)
-        for question, ours, theirs in zip(questions, found, expected, strict=True):
-            right["vLLM"] += question.answers[0] in ours
-            right["generate"] += question.answers[0] in theirs
+        found = [replies[Ask(name, text, budget, FACT_TOKENS)].strip() for text in asked]
+        expected = library.generated(name, asked, FACT_TOKENS, "--method", "codes", "--budget", budget)
+        assert found == [text.strip() for text in expected]
+        right += sum(question.answers[0] in text for question, text in zip(questions, found, strict=True))
     with capsys.disabled():
-        print(f"\nfacts found of 60: {right}")
-    assert right["vLLM"] >= right["generate"] >= 30
+        print(f"\n{right} of 60 facts found")
+    assert right >= 40
 
 
 def test_a_wrong_budget_is_logged_and_answered_densely(
