@@ -47,7 +47,7 @@ class Answers:
         self._dense = set[str]()
 
     def begin(self, request: Any) -> None:
-        """Note a request, unless it is known. A budget that is none is logged, and the request attends densely."""
+        """Note a request, unless it is known. A wrong budget is logged, and the request attends densely."""
         if request.request_id in self._answers:
             return
         asked = None if request.sampling_params is None else request.sampling_params.extra_args
@@ -95,10 +95,10 @@ class Answers:
                 manager.evict_blocks({blocks[number] for number in full})
         return found
 
-    def complete_block_of(self, request: Any, computed: int) -> bool:
-        """Whether the first `computed` tokens of a request end in or after a block that an answer completes just now.
+    def completes_block_of(self, request: Any, computed: int) -> bool:
+        """Whether a request's `computed` tokens, found in vLLM's prefix cache, have a block that an answer completes.
 
-        vLLM has found the block in its prefix cache, from which it is removed at the end of the step.
+        The answer completes it in this step, at whose end the block leaves the prefix cache.
         """
         return any(self._completes(answer.request, request, computed) for answer in self._answers.values() if answer)
 

@@ -44,7 +44,7 @@ def budget_of(setting: DecodeSetting | None, arguments: Mapping[str, Any]) -> Bu
     """Return the budget of a request with some extra arguments; None: it attends densely.
 
     Raises:
-        UsageError: the request names a budget that is none, or one that a server without a method cannot use.
+        UsageError: the request's budget is wrong, or the server has no method.
     """
     asked = arguments.get(REQUEST)
     if setting is None:

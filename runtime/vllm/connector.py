@@ -217,7 +217,7 @@ class SchedulerSide:
         if trial is not None and trial.request == request.request_id:  # it was preempted before the comparison
             self.finish(request.request_id)
             return None
-        if self._table.waits(request.prompt_token_ids) or self._answers.complete_block_of(request, computed):
+        if self._table.waits(request.prompt_token_ids) or self._answers.completes_block_of(request, computed):
             return None
         prefix = self._table.longest(request.prompt_token_ids)
         return 0 if prefix is None else max(0, prefix.loaded - computed)

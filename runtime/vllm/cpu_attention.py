@@ -43,6 +43,8 @@ class Split:
 
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Makes vLLM's metadata, and keeps the function that makes it again."""
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseCPUMetadata:
         build = super().build
 
@@ -53,6 +55,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class SparseCPUImpl(SparseAttention, CPUAttentionBackendImpl):
+    """vLLM's attention of one layer, with sparse decode steps if the connector has set `steps`."""
+
     def call(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> AttentionCall:
         return AttentionCall(
             layer=self.number,
@@ -88,6 +92,8 @@ class SparseCPUImpl(SparseAttention, CPUAttentionBackendImpl):
 
 
 class SparseCPUBackend(CPUAttentionBackend):
+    """The backend that `plugin.register` names."""
+
     @staticmethod
     def get_impl_cls() -> type[SparseCPUImpl]:
         return SparseCPUImpl

@@ -31,10 +31,10 @@ AnswerLayers = Mapping[int, SparseLayer]
 
 @dataclass(frozen=True)
 class Decode:
-    """A decode step of a request over an index: the query is the answer's token at `position`.
+    """A decode step of a request over an index, for the answer's token at `position`.
 
     Attributes:
-        blocks: numbers of the request's blocks from the token `first` on, in which all tokens after the index's are.
+        blocks: numbers of the request's blocks from the token `first` on. All tokens after the index's are in them.
     """
 
     request: str
@@ -74,12 +74,12 @@ class IndexLayers:
         sparse = SparseLayers(
             artifact, device, dtype, lambda layer: LayerRows(artifact, layer), prepared, self._split, self._config, None
         )
-        self._parts = {call.layer: sparse.parts(call.layer) for call in calls if call.window is None}
+        indexed = [call for call in calls if call.window is None]
+        self._parts = {call.layer: sparse.parts(call.layer) for call in indexed}
         if not all(_serves_many(plan_layer(parts, self._config)) for _, parts in self._parts.values()):
             raise UsageError(f"{method} keeps state of one request, which others cannot use; use codes")
-        first = [call for call in calls if call.layer in self._parts][:1]
-        for call in first:  # compiles the step, which takes seconds where no earlier process did
-            attend(self.answer(Budget(1)), call)
+        if indexed:
+            attend(self.answer(Budget(1)), indexed[0])  # compiles the step, which takes seconds the first time
 
     @property
     def tokens(self) -> int:
