@@ -317,7 +317,7 @@ class WorkerSide:
         if self._setting is not None:
             self._prepare(self._setting.method, {number: layer for number, (layer, _) in layers.items()})
 
-    def _prepare(self, method: str, layers: dict[int, torch.nn.Module]) -> None:
+    def _prepare(self, method: str, layers: dict[int, Any]) -> None:
         """Prepare the indices for sparse decode steps.
 
         Raises:
@@ -331,8 +331,9 @@ class WorkerSide:
                     "leave it out of kv_connector_extra_config"
                 )
             layer.impl.number = number
-            like = {"dtype": self._layers[number].dtype, "device": self._layers[number].cache.device}
-            query, rows = (torch.zeros(one, layer.head_size, **like) for one in (layer.num_heads, layer.num_kv_heads))
+            paged = self._layers[number]
+            shapes = ((heads, layer.head_size) for heads in (layer.num_heads, layer.num_kv_heads))
+            query, rows = (torch.zeros(shape, dtype=paged.dtype, device=paged.cache.device) for shape in shapes)
             calls.append(layer.impl.call(query, rows, rows))
         caches = {
             number: (layer, layer.find_layout(layers[number].head_size)) for number, layer in self._layers.items()

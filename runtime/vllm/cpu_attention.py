@@ -80,7 +80,7 @@ class SparseCPUImpl(SparseAttention, CPUAttentionBackendImpl):
         output: torch.Tensor,
         *scales: Any,
         **others: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         split = None if self.steps is None or attn_metadata is None else _split(attn_metadata, self.steps)
         if split is None or not split.sparse or self.sliding_window != -1:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **others)

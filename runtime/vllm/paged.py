@@ -92,8 +92,8 @@ class PagedLayer:
         place = 1
         while place <= count:
             block = self._scratch(1)
-            digits = (names // place % DIGITS).to(self.cache.device, self.dtype)
-            self.write(*digits, block, slots.to(self.cache.device))
+            keys, values = (names // place % DIGITS).to(self.cache.device, self.dtype)
+            self.write(keys, values, block, slots.to(self.cache.device))
             found = found + place * self.numbers(block)[0].float().cpu().long()
             place *= DIGITS
         places = found.argsort()[-count:]
