@@ -90,7 +90,7 @@ def test_the_wheel_holds_the_packages_and_nothing_beside_them(wheel: Path) -> No
     assert {path.parent / "__init__.py" for path in files} <= files
 
 
-def test_the_wheel_names_its_command_its_licence_and_what_it_needs(wheel: Path) -> None:
+def test_the_wheel_names_its_command_its_plugin_its_licence_and_what_it_needs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         texts = {name.split(".dist-info/")[1]: name for name in archive.namelist() if ".dist-info/" in name}
         metadata = message_from_string(archive.read(texts["METADATA"]).decode())
@@ -99,6 +99,10 @@ def test_the_wheel_names_its_command_its_licence_and_what_it_needs(wheel: Path) 
             "sparsekv",
             "=",
             "sparsekv.cli.main:main",
+            "[vllm.general_plugins]",
+            "sparsekv",
+            "=",
+            "sparsekv.runtime.vllm.plugin:register",
         ]
         assert archive.read(texts["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes()
     assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.11")

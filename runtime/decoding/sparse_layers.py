@@ -61,7 +61,15 @@ class SparseLayers:
     question_shared: dict[str, Any] = field(default_factory=dict)
 
     def make(self, layer: int) -> SparseLayer:
-        """Make one layer with its plan. The placement decides where the rows between sinks and tail are stored."""
+        """Make one layer with its plan."""
+        exact, parts = self.parts(layer)
+        return SparseLayer(exact, self.split, plan_layer(parts, self.config))
+
+    def parts(self, layer: int) -> tuple[Pair, LayerParts]:
+        """Return one layer's exact rows, those of sinks and tail, and the inputs of its plan.
+
+        The placement decides where the rows between sinks and tail are stored.
+        """
         rows, on_disk = self.take_rows(layer), self.config.placement == "disk"
         prepared = self.prepared.take(rows)
         exact, middle = self._exact(rows), self._middle(rows, prepared)
@@ -83,7 +91,7 @@ class SparseLayers:
         for tensor in (*rows.stored.tensors.values(), *parts.mapped) if on_disk else ():
             release_pages(tensor)
         rows.release()
-        return SparseLayer(exact, self.split, plan_layer(parts, self.config))
+        return exact, parts
 
     def _question_search(self, rows: LayerRows, decoding: Selector) -> QuestionSearch | None:
         question = self.config.question

@@ -2,11 +2,11 @@
 
 vLLM makes one connector for its scheduler and one for each worker. The scheduler's connector matches prompts, and sends
 the worker's connectors a `Transfer` with each step. These write rows of the index into vLLM's blocks before the step,
-and compare rows after it.
+compare rows after it, and prepare the requests whose tokens attend sparsely.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
+from sparsekv.runtime.vllm.answers import Answers
+from sparsekv.runtime.vllm.budgets import DecodeSetting
+from sparsekv.runtime.vllm.decoding import Decode, DecodeSteps, IndexLayers, SparseAttention
 from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance, share_of
 from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
 from sparsekv.runtime.vllm.prefixes import PrefixTable
@@ -73,10 +76,11 @@ class Rows:
 
 @dataclass
 class Transfer(KVConnectorMetadata):
-    """Rows that the workers load before a step, and computed rows that they compare after it."""
+    """Rows that the workers load before a step, computed rows that they compare after it, and sparse decode steps."""
 
     loads: list[Rows]
     comparison: Rows | None = None
+    decodes: list[Decode] = field(default_factory=list)
 
 
 @dataclass
@@ -86,20 +90,24 @@ class Verdicts(KVConnectorWorkerMetadata):
     Attributes:
         accepted: the distance of the compared rows, by index.
         refused: the reason by index.
+        dense: the reason why an index's rows are loaded, but its requests decode densely, by index.
     """
 
     accepted: dict[str, float]
     refused: dict[str, str]
+    dense: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: "Verdicts") -> "Verdicts":
         """Join the results of two workers: the larger distance, and a refusal by either."""
         names = self.accepted.keys() | other.accepted.keys()
         accepted = {name: max(self.accepted.get(name, 0.0), other.accepted.get(name, 0.0)) for name in names}
-        return Verdicts(accepted, other.refused | self.refused)
+        return Verdicts(accepted, other.refused | self.refused, other.dense | self.dense)
 
 
 class SparseKVConnector(KVConnectorBase_V1):
     """The connector that `--kv-transfer-config` names. Its extra config has `indices`, a list of index folders.
+
+    With `method` and `budget` in the extra config, the decode steps of requests over an index attend sparsely.
 
     An index that does not belong to the served model is logged and never loaded. Its documents are prefilled by vLLM.
     """
@@ -109,10 +117,12 @@ class SparseKVConnector(KVConnectorBase_V1):
         names = self._kv_transfer_config.get_from_extra_config("indices", [])
         if not names or isinstance(names, str):
             raise UsageError('kv_connector_extra_config needs {"indices": ["NAME.skv", ...]}')
+        method, budget = (self._kv_transfer_config.get_from_extra_config(name, None) for name in ("method", "budget"))
+        setting = DecodeSetting.parse(method, budget)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, names)
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, names, setting)
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, names)
+            self._worker = WorkerSide(vllm_config, kv_cache_config, names, setting)
 
     # Called in the scheduler.
 
@@ -144,6 +154,10 @@ class SparseKVConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(self._get_connector_metadata())  # `start_load_kv` may be called after the step
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self._worker.load(self._get_connector_metadata())
 
@@ -164,13 +178,16 @@ class SparseKVConnector(KVConnectorBase_V1):
 
 
 class SchedulerSide:
-    """Matches prompts with indices, and decides for each step what the workers load and compare.
+    """Matches prompts with indices, and decides for each step what the workers load, compare and decode sparsely.
 
     Args:
         names: folders of the indices.
+        setting: method and budget of decode steps; None: all are dense.
     """
 
-    def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str]):
+    def __init__(
+        self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None = None
+    ):
         _refuse_unsupported(config, cache)
         self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
         self.manager: Any = None
@@ -189,16 +206,18 @@ class SchedulerSide:
         self._table = PrefixTable(prompts, self._block)
         self._loads: list[Rows] = []
         self._on_trial: Rows | None = None
+        self._answers = Answers(setting, self._table, self._block)
 
     def matched(self, request: "Request", computed: int) -> int | None:
-        """Return the number of tokens to load after the `computed` ones; None if the request waits for a trial."""
+        """Return the number of tokens to load after the `computed` ones; None if the request waits for a step."""
         if request.prompt_token_ids is None or request.lora_request is not None or request.mm_features:
             return 0
+        self._answers.begin(request)
         trial = self._table.trial
         if trial is not None and trial.request == request.request_id:  # it was preempted before the comparison
             self.finish(request.request_id)
             return None
-        if self._table.waits(request.prompt_token_ids):
+        if self._table.waits(request.prompt_token_ids) or self._answers.completes_block_of(request, computed):
             return None
         prefix = self._table.longest(request.prompt_token_ids)
         return 0 if prefix is None else max(0, prefix.loaded - computed)
@@ -216,12 +235,15 @@ class SchedulerSide:
 
     def transfer(self, step: "SchedulerOutput") -> Transfer:
         """Return the loads before a step, and the comparison if the step computes the last of the compared tokens."""
-        loads, self._loads = self._loads, []
+        transfer, self._loads = Transfer(self._loads), []
+        computed = _computed(step)
+        transfer.decodes = self._answers.decodes(computed, self.manager)
         trial, rows = self._table.trial, self._on_trial
-        if trial is None or rows is None or _computed_after(step, trial.request) < rows.compared.stop:
-            return Transfer(loads)
-        self._on_trial = replace(rows, blocks=self.manager.get_block_ids(trial.request)[0])
-        return Transfer(loads, self._on_trial)
+        last = range(0) if trial is None else computed.get(trial.request, range(0))
+        if trial is not None and rows is not None and last.stop >= rows.compared.stop:
+            self._on_trial = replace(rows, blocks=self.manager.get_block_ids(trial.request)[0])
+            transfer.comparison = self._on_trial
+        return transfer
 
     def judge(self, verdicts: Verdicts) -> None:
         """Trust or refuse indices by the results of their workers. Blocks of a refused index are not used again."""
@@ -234,9 +256,12 @@ class SchedulerSide:
             if name not in verdicts.refused:
                 self._table.trust(name)
                 logger.info("index %s is trusted: rows computed over it are %.4f%% from its own", name, 100 * distance)
+        for name, reason in verdicts.dense.items():
+            self._answers.attend_densely(name, reason)
 
     def finish(self, request: str) -> None:
-        """End the trial of a request that ended before the comparison, so that no other request shares its blocks."""
+        """Forget a request. If its trial is not over, no other request shares its blocks."""
+        self._answers.end(request)
         trial = self._table.trial
         if trial is not None and trial.request == request:
             self._forget_blocks()
@@ -258,15 +283,19 @@ class WorkerSide:
 
     Args:
         names: folders of the indices.
+        setting: method and budget of decode steps; None: all are dense.
     """
 
-    def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str]):
+    def __init__(
+        self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None = None
+    ):
         self._config = config
         self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
         self._layers: dict[int, PagedLayer] = {}
         self._indices: dict[str, ArtifactShare] = {}
         self._refused: dict[str, str] = {}
-        self._names = names
+        self._names, self._setting = names, setting
+        self._steps: DecodeSteps | None = None
         self._failed = set[int]()
         self._verdicts = Verdicts({}, {})
 
@@ -285,6 +314,43 @@ class WorkerSide:
                 self._indices[name] = share_of(Artifact(Path(name)), rank, size, shapes)
             except SparsekvError as error:  # the scheduler's connector logs it
                 self._refused[name] = str(error)
+        if self._setting is not None:
+            self._prepare(self._setting.method, {number: layer for number, (layer, _) in layers.items()})
+
+    def _prepare(self, method: str, layers: dict[int, Any]) -> None:
+        """Prepare the indices for sparse decode steps.
+
+        Raises:
+            UsageError: vLLM's attention is not that of CPUs, or its cache has no layout to read.
+        """
+        calls = []
+        for number, layer in layers.items():
+            if not isinstance(layer.impl, SparseAttention) or getattr(layer.impl, "alibi_slopes", None) is not None:
+                raise UsageError(
+                    f'"method": {method} needs vLLM on a CPU, with the plugin `sparsekv` and a model without ALiBi; '
+                    "leave it out of kv_connector_extra_config"
+                )
+            layer.impl.number = number
+            paged = self._layers[number]
+            shapes = ((heads, layer.head_size) for heads in (layer.num_heads, layer.num_kv_heads))
+            query, rows = (torch.zeros(shape, dtype=paged.dtype, device=paged.cache.device) for shape in shapes)
+            calls.append(layer.impl.call(query, rows, rows))
+        caches = {
+            number: (layer, layer.find_layout(layers[number].head_size)) for number, layer in self._layers.items()
+        }
+        self._steps = DecodeSteps(caches, self._block)
+        for name, index in self._indices.items():
+            try:
+                self._steps.add(name, IndexLayers(index, method, calls))
+            except SparsekvError as error:
+                self._verdicts.dense[name] = str(error)
+        for layer in layers.values():
+            layer.impl.steps = self._steps
+
+    def begin(self, transfer: Transfer) -> None:
+        """Prepare the requests whose tokens attend sparsely in a step."""
+        if self._steps is not None:
+            self._steps.begin(transfer.decodes)
 
     def load(self, transfer: Transfer) -> None:
         """Write the rows of a step's loads. Blocks of rows that cannot be read are computed by vLLM."""
@@ -321,7 +387,7 @@ class WorkerSide:
     def take_verdicts(self) -> Verdicts | None:
         """Return the results since the last call."""
         verdicts, self._verdicts = self._verdicts, Verdicts({}, {})
-        return verdicts if verdicts.accepted or verdicts.refused else None
+        return verdicts if verdicts.accepted or verdicts.refused or verdicts.dense else None
 
     def _index(self, rows: Rows) -> ArtifactShare:
         index = self._indices.get(rows.index)
@@ -352,12 +418,12 @@ def _folder(name: str, revision: str | None) -> str:
     return name if os.path.isdir(name) else snapshot_download(name, revision=revision, local_files_only=True)
 
 
-def _computed_after(step: "SchedulerOutput", request: str) -> int:
-    """Return the number of a request's tokens that are computed or loaded after a step; 0 if it is not in the step."""
+def _computed(step: "SchedulerOutput") -> dict[str, range]:
+    """Return the positions of the tokens that a step computes, by request."""
     cached = step.scheduled_cached_reqs
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-    return before[request] + step.num_scheduled_tokens[request] if request in before else 0
+    return {name: range(before[name], before[name] + tokens) for name, tokens in step.num_scheduled_tokens.items()}
 
 
 def _refuse_unsupported(config: VllmConfig, cache: "KVCacheConfig") -> None:

@@ -1,7 +1,8 @@
 """Write rows of an index into a paged KV cache, and compare rows that the engine has written with the index's rows.
 
 The layout of a cache's blocks depends on backend, CPU and dtype. Nothing here knows it: rows are written by the
-engine's own function, and a comparison writes the expected rows with that function too.
+engine's own function, a comparison writes the expected rows with that function too, and `find_layout` finds the places
+of a block's rows by writing numbers that are all different.
 
 In shapes, B is the number of blocks, N of tokens in a block, Hk of KV heads, D of a head's channels, T of some tokens,
 and C of a token's numbers in a block.
@@ -13,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import PIECE, ContextRows, Pair
 
 Write: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -58,8 +60,8 @@ class PagedLayer:
         replaced.copy_(own)
         for scratch in (replaced, alone):
             self.write(*expected, scratch, local_slots)
-        difference = (self._numbers(replaced) - self._numbers(own)).norm()
-        return float(difference / self._numbers(alone).norm().clamp(min=torch.finfo(torch.float32).tiny))
+        difference = (self._floats(replaced) - self._floats(own)).norm()
+        return float(difference / self._floats(alone).norm().clamp(min=torch.finfo(torch.float32).tiny))
 
     def _rows(self, rows: ContextRows, tokens: slice) -> Pair:
         """Return keys and values [T, Hk, D] in the dtype and on the device of the cache's engine."""
@@ -71,8 +73,55 @@ class PagedLayer:
         shape = (blocks, *self.cache.shape[1:])
         return torch.empty_strided(shape, self.cache.stride(), dtype=self.cache.dtype, device=self.cache.device).zero_()
 
-    def _numbers(self, blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.contiguous().view(self.stored).float()
+    def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
+        """View blocks [B, Hk, N, C] as the numbers [B, ...] that each of them stores."""
+        return blocks.contiguous().view(self.stored).flatten(1)
+
+    def _floats(self, blocks: torch.Tensor) -> torch.Tensor:
+        return self.numbers(blocks).float()
+
+    def find_layout(self, channels: int) -> "BlockLayout":
+        """Find the places of a block's rows, by writing a number of its own for each channel into an empty block.
+
+        Raises:
+            UsageError: the cache does not store each number once, without rounding.
+        """
+        _, heads, size, _ = self.cache.shape
+        count, found = 2 * size * heads * channels, torch.zeros((), dtype=torch.int64)
+        names, slots = torch.arange(1, count + 1).view(2, size, heads, channels), torch.arange(size)
+        place = 1
+        while place <= count:
+            block = self._scratch(1)
+            keys, values = (names // place % DIGITS).to(self.cache.device, self.dtype)
+            self.write(keys, values, block, slots.to(self.cache.device))
+            found = found + place * self.numbers(block)[0].float().cpu().long()
+            place *= DIGITS
+        places = found.argsort()[-count:]
+        if found.count_nonzero() != count or not torch.equal(found[places], names.flatten()):
+            raise UsageError("the engine's cache rounds keys and values, or has no place of its own for each of them")
+        keys, values = places.to(self.cache.device).view_as(names)
+        return BlockLayout(keys, values)
+
+
+DIGITS = 128
+"""Base of the numbers in `find_layout`: each digit is exact in bfloat16."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Places of keys and values [N, Hk, D] int64 among the numbers of a block."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def read(self, layer: PagedLayer, slots: torch.Tensor) -> Pair:
+        """Read the keys and values [Hk, T, D] in some slots of a layer with this layout."""
+        size = layer.cache.shape[2]
+        blocks, local = torch.unique(slots // size, return_inverse=True)
+        numbers = layer.numbers(layer.cache.index_select(0, blocks.to(layer.cache.device)))
+        in_block, rows = (slots % size).to(numbers.device), local.to(numbers.device)[:, None, None]
+        keys, values = (numbers[rows, places[in_block]].transpose(0, 1) for places in (self.keys, self.values))
+        return keys, values
 
 
 def slots_of(blocks: Sequence[int], size: int, tokens: range) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Find the index whose prompt a request begins with, and decide which of its tokens are loaded and which are compared.
 
 An index is *on trial* while the first request loads its rows: the model computes the RUN tokens after the loaded ones
-itself, and the worker compares their keys and values with the index's. Only then is the index trusted.
+itself, and the worker compares their keys and values with the index's. Only then is the index trusted. One trial runs
+at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,9 +59,21 @@ class PrefixTable:
         found = [self._prefix(name, shared, len(ids)) for name, shared in self._shared(ids).items()]
         return max((prefix for prefix in found if prefix.loaded > 0), key=lambda prefix: prefix.loaded, default=None)
 
+    def whole(self, ids: Sequence[int]) -> str | None:
+        """Return the index of the longest prompt that is all in the beginning of a prompt; None if there is none."""
+        whole = {name: shared for name, shared in self._shared(ids).items() if shared == len(self._prompts[name])}
+        return max(whole, key=lambda name: whole[name], default=None)
+
     def waits(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt begins with a block of the index on trial, whose blocks it must not share yet."""
-        return self.trial is not None and self._shared(ids).get(self.trial.prefix.index, 0) >= self._block
+        """Whether a prompt waits until the trial that is running ends.
+
+        It does if it begins with a block of the index on trial, or if it would begin another trial.
+        """
+        if self.trial is None:
+            return False
+        prefix = self.longest(ids)
+        untrusted = prefix is not None and len(prefix.compared) > 0
+        return untrusted or self._shared(ids).get(self.trial.prefix.index, 0) >= self._block
 
     def begin(self, request: str, prefix: Prefix) -> None:
         """Begin the trial of an index that is not trusted."""
@@ -70,6 +83,14 @@ class PrefixTable:
         """Load an index without comparison from now on, and end its trial."""
         self._trusted.add(index)
         self.end_trial(index)
+
+    def trusts(self, index: str) -> bool:
+        """Whether an index is loaded without comparison."""
+        return index in self._trusted and index in self._prompts
+
+    def tokens(self, index: str) -> int:
+        """Return the number of tokens of an index's prompt."""
+        return len(self._prompts[index])
 
     def refuse(self, index: str) -> bool:
         """Never load an index again, and end its trial. Returns False if the index was refused before."""

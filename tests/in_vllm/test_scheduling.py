@@ -1,6 +1,7 @@
-"""The connector within vLLM's own scheduler: when it loads, compares, waits, and forgets blocks."""
+"""The connector within vLLM's own scheduler: when it loads, compares, waits, forgets blocks, and decodes sparsely."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scheduling")
     save_tiny(folder / "model")
     build_small(folder / "doc.skv")
+    build_small(folder / "other.skv", text="Another document. " * 100)
     return folder
 
 
@@ -34,9 +36,15 @@ def document(folder: Path) -> list[int]:
 
 
 class Steps:
-    """vLLM's scheduler with the connector, and the results of workers that a test decides on."""
+    """vLLM's scheduler with the connector, and the results of workers that a test decides on.
 
-    def __init__(self, budget: int):
+    Args:
+        room: most tokens of a step.
+        blocks: number of vLLM's blocks.
+        extra: further settings of the connector.
+    """
+
+    def __init__(self, room: int, blocks: int = BLOCKS, **extra: Any):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -49,37 +57,46 @@ class Steps:
             "kv_connector_module_path": "sparsekv.runtime.vllm.connector",
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"indices": ["doc.skv"]},
+            "kv_connector_extra_config": {"indices": ["doc.skv"], **extra},
         }
         config = EngineArgs(
             model="model",
             dtype="float32",
             max_model_len=2048,
             block_size=BLOCK,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=room,
             max_num_seqs=4,
             kv_transfer_config=transfer,
         ).create_engine_config()
-        config.cache_config.num_gpu_blocks = BLOCKS
+        config.cache_config.num_gpu_blocks = blocks
         layers = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-        cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], layers)])
+        cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], layers)])
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK)
         self.texts: dict[str, list[int]] = {}
 
-    def ask(self, name: str, prompt: list[int], **options: Any) -> None:
+    def ask(
+        self, name: str, prompt: list[int], tokens: int = 4, asked: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Add a request; `asked` are its extra arguments."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        sampling = SamplingParams(max_tokens=4, temperature=0)
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, extra_args=asked)
         self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher, **options))
 
     def begin(self) -> Any:
         """Schedule a step."""
         return self.scheduler.schedule()
 
-    def end(self, step: Any, accepted: dict[str, float] | None = None, refused: dict[str, str] | None = None) -> None:
+    def end(
+        self,
+        step: Any,
+        accepted: dict[str, float] | None = None,
+        refused: dict[str, str] | None = None,
+        dense: dict[str, str] | None = None,
+    ) -> None:
         """Give the scheduler the workers' results: token 7 for each request whose prompt is computed."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -88,7 +105,7 @@ class Steps:
         comparison, bad = step.kv_connector_metadata.comparison, set[int]()
         if refused:
             bad = set(comparison.loaded_blocks(BLOCK))
-        meta = Verdicts(accepted or {}, refused or {}) if accepted or refused else None
+        meta = Verdicts(accepted or {}, refused or {}, dense or {}) if accepted or refused or dense else None
         names = list(step.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [[7] if requests[name].num_computed_tokens >= requests[name].num_tokens else [] for name in names]
@@ -104,7 +121,7 @@ class Steps:
 
 
 @pytest.fixture
-def steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Steps]:
+def steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Steps]:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     return Steps
@@ -117,13 +134,16 @@ def transferred(step: Any) -> tuple[list[range], range | None]:
     return [rows.loaded for rows in transfer.loads], compared
 
 
+def decoded(step: Any) -> dict[str, tuple[int, str]]:
+    """Position and budget of a step's sparse decode steps, by request."""
+    return {one.request: (one.position, str(one.budget)) for one in step.kv_connector_metadata.decodes}
+
+
 def whole(tokens: int) -> int:
     return tokens // BLOCK * BLOCK
 
 
-def test_the_first_request_is_compared_and_others_wait_for_it(
-    steps: Callable[[int], Steps], document: list[int]
-) -> None:
+def test_the_first_request_is_compared_and_others_wait_for_it(steps: Callable[..., Steps], document: list[int]) -> None:
     run, loaded = steps(512), whole(len(document) - 8)
     run.ask("first", [*document, 1, 2, 3])
     run.ask("second", [*document, 4])
@@ -141,9 +161,22 @@ def test_the_first_request_is_compared_and_others_wait_for_it(
     assert run.texts["second"] == [7]
 
 
-def test_a_trusted_index_is_loaded_up_to_its_last_whole_block(
-    steps: Callable[[int], Steps], document: list[int]
+def test_two_indices_are_compared_one_after_the_other(
+    steps: Callable[..., Steps], folder: Path, document: list[int]
 ) -> None:
+    other: list[int] = Artifact(folder / "other.skv").input_ids().tolist()
+    run = steps(1024, indices=["doc.skv", "other.skv"])
+    run.ask("first", [*document, 1])
+    run.ask("second", [*other, 1])
+    step = run.begin()
+    assert set(step.num_scheduled_tokens) == {"first"}
+    assert step.kv_connector_metadata.comparison.index == "doc.skv"
+    run.end(step, ACCEPTED)
+    step = run.begin()
+    assert step.kv_connector_metadata.comparison.index == "other.skv"
+
+
+def test_a_trusted_index_is_loaded_up_to_its_last_whole_block(steps: Callable[..., Steps], document: list[int]) -> None:
     run = steps(512)
     run.ask("first", document)
     step = run.begin()
@@ -158,7 +191,7 @@ def test_a_trusted_index_is_loaded_up_to_its_last_whole_block(
 
 
 def test_a_step_of_few_tokens_is_compared_when_all_of_them_are_computed(
-    steps: Callable[[int], Steps], document: list[int]
+    steps: Callable[..., Steps], document: list[int]
 ) -> None:
     run, loaded = steps(5), whole(len(document) - 8)
     run.ask("first", [*document, 1, 2, 3])
@@ -173,7 +206,7 @@ def test_a_step_of_few_tokens_is_compared_when_all_of_them_are_computed(
 
 
 def test_a_refused_index_is_computed_by_vllm_from_the_first_token(
-    steps: Callable[[int], Steps], document: list[int]
+    steps: Callable[..., Steps], document: list[int]
 ) -> None:
     run = steps(512)
     run.ask("first", [*document, 1, 2, 3])
@@ -190,9 +223,7 @@ def test_a_refused_index_is_computed_by_vllm_from_the_first_token(
     assert run.texts["first"] == [7]
 
 
-def test_a_late_refusal_is_computed_from_the_first_token_too(
-    steps: Callable[[int], Steps], document: list[int]
-) -> None:
+def test_a_late_refusal_is_computed_from_the_first_token_too(steps: Callable[..., Steps], document: list[int]) -> None:
     run = steps(5)
     run.ask("first", [*document, 1, 2, 3])
     run.end(run.begin())
@@ -202,7 +233,7 @@ def test_a_late_refusal_is_computed_from_the_first_token_too(
     assert run.scheduler.requests["first"].num_computed_tokens == 5
 
 
-def test_blocks_that_vllm_has_computed_itself_are_kept(steps: Callable[[int], Steps], document: list[int]) -> None:
+def test_blocks_that_vllm_has_computed_itself_are_kept(steps: Callable[..., Steps], document: list[int]) -> None:
     """Another request, which is still running, has the first block, too."""
     run, loaded = steps(512), whole(len(document) - 8)
     run.ask("short", document[:20])
@@ -218,7 +249,7 @@ def test_blocks_that_vllm_has_computed_itself_are_kept(steps: Callable[[int], St
 
 @pytest.mark.parametrize("budget", [5, 512])
 def test_blocks_of_a_request_that_ends_before_its_comparison_are_not_shared(
-    steps: Callable[[int], Steps], document: list[int], budget: int
+    steps: Callable[..., Steps], document: list[int], budget: int
 ) -> None:
     run, loaded = steps(budget), whole(len(document) - 8)
     run.ask("first", [*document, 1, 2, 3])
@@ -229,7 +260,7 @@ def test_blocks_of_a_request_that_ends_before_its_comparison_are_not_shared(
     assert transferred(step)[0] == [range(loaded)]
 
 
-def test_a_request_with_an_adapter_gets_nothing(steps: Callable[[int], Steps], document: list[int]) -> None:
+def test_a_request_with_an_adapter_gets_nothing(steps: Callable[..., Steps], document: list[int]) -> None:
     from vllm.lora.request import LoRARequest
 
     run = steps(512)
@@ -245,6 +276,153 @@ def _aborted() -> Any:
     return RequestStatus.FINISHED_ABORTED
 
 
+def sparse(steps: Callable[..., Steps], document: list[int], blocks: int = BLOCKS) -> Steps:
+    """Steps over a trusted index whose rows are in vLLM's blocks; requests that name no budget have 5%."""
+    run = steps(512, blocks, method="codes", budget="5%")
+    run.ask("trial", document, 1)
+    run.end(run.begin(), ACCEPTED)
+    return run
+
+
+def test_only_decode_steps_over_the_whole_document_are_sparse(steps: Callable[..., Steps], document: list[int]) -> None:
+    run = sparse(steps, document)
+    run.ask("over", [*document, 1, 2])
+    run.ask("edited", [*document[:-1], 9, 1, 2])
+    run.ask("other", [9] * 40)
+    run.end(step := run.begin())
+    assert decoded(step) == {}
+    for number in range(3):
+        run.end(step := run.begin())
+        assert set(step.num_scheduled_tokens) == {"over", "edited", "other"}
+        assert decoded(step) == {"over": (len(document) + 2 + number, "5%")}
+    assert run.begin().kv_connector_metadata.decodes == []
+
+
+def test_a_last_prompt_token_alone_is_no_decode_step(steps: Callable[..., Steps], document: list[int]) -> None:
+    run = steps(5, method="codes", budget="5%")
+    prompt = [*document, *[3] * (5 - (len(document) - whole(len(document) - 8)) % 5 + 1)]
+    run.ask("first", prompt)
+    alone = 0
+    while "first" not in run.texts:
+        step = run.begin()
+        alone += step.num_scheduled_tokens["first"] == 1
+        assert decoded(step) == {}
+        run.end(step, ACCEPTED if step.kv_connector_metadata.comparison else None)
+    assert alone == 1
+    assert decoded(run.begin()) == {"first": (len(prompt), "5%")}
+
+
+def test_an_index_that_no_request_has_tried_is_decoded_densely(
+    steps: Callable[..., Steps], document: list[int]
+) -> None:
+    """The comparison has no result yet when the first tokens are decoded, as with asynchronous scheduling."""
+    run = steps(512, method="codes")
+    run.ask("first", [*document, 1])
+    run.end(run.begin())
+    run.end(step := run.begin())
+    assert decoded(step) == {}
+
+
+def test_each_request_has_its_own_budget(steps: Callable[..., Steps], document: list[int]) -> None:
+    run = sparse(steps, document)
+    budgets: dict[str, Any] = {"share": "2%", "count": 30, "all": 1.0}
+    for name, budget in budgets.items():
+        run.ask(name, [*document, 1], asked={"sparsekv_budget": budget})
+    run.end(run.begin())
+    assert {name: budget for name, (_, budget) in decoded(run.begin()).items()} == {
+        "share": "2%",
+        "count": "30",
+        "all": "100%",
+    }
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """Lines of the connector's log."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("vllm.sparsekv")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def test_requests_without_a_budget_or_with_a_wrong_one(
+    steps: Callable[..., Steps], document: list[int], logged: list[str]
+) -> None:
+    run = sparse(steps, document)
+    run.ask("usual", [*document, 1], asked={"other": 1})
+    run.ask("dense", [*document, 1], asked={"sparsekv_budget": "dense"})
+    run.ask("wrong", [*document, 1], asked={"sparsekv_budget": "much"})
+    run.end(run.begin())
+    assert set(decoded(run.begin())) == {"usual"}
+    (line,) = [line for line in logged if "densely" in line]
+    assert line.startswith("request wrong attends densely: sparsekv_budget much is not a budget: ")
+
+
+def test_without_a_method_all_requests_attend_densely(steps: Callable[..., Steps], document: list[int]) -> None:
+    run = steps(512)
+    run.ask("first", [*document, 1], asked={"sparsekv_budget": "5%"})
+    run.end(run.begin(), ACCEPTED)
+    assert decoded(run.begin()) == {}
+
+
+def test_rows_of_a_sparse_answer_are_not_taken_for_those_of_a_prompt(
+    steps: Callable[..., Steps], document: list[int]
+) -> None:
+    """A conversation goes on while the same answer is given to another request, and afterwards."""
+    run = sparse(steps, document)
+    prompt = [*document, *[3] * (BLOCK - 3 - len(document) % BLOCK)]
+    answer, later = [7] * BLOCK, [5] * 4
+    run.ask("first", prompt, len(answer))
+    run.end(run.begin())
+    run.end(step := run.begin())
+    assert decoded(step) == {"first": (len(prompt), "5%")}
+    run.end(run.begin())
+    run.ask("goes on", [*prompt, *answer[:3], *later])  # at the end of a block that is full in the next step
+    run.end(step := run.begin())
+    assert decoded(step) == {"first": (whole(len(prompt) + 2) + BLOCK - 1, "5%")}
+    assert set(step.num_scheduled_tokens) == {"first"}
+    run.end(step := run.begin())
+    assert step.num_scheduled_tokens == {"first": 1, "goes on": len(prompt) + 3 + len(later) - whole(len(prompt))}
+    while run.scheduler.requests:
+        run.end(run.begin())
+    run.ask("dense", prompt, 16, {"sparsekv_budget": "dense"})
+    while run.scheduler.requests:
+        run.end(run.begin())
+    run.ask("after dense", [*prompt, *answer, *later])
+    assert run.begin().num_scheduled_tokens["after dense"] == len(answer) - 3 + len(
+        later
+    )  # after one whole block of the answer
+
+
+def test_a_preempted_answer_is_computed_again_densely(steps: Callable[..., Steps], document: list[int]) -> None:
+    needed = -(-len(document) // BLOCK)
+    run = sparse(steps, document, needed + 7)
+    run.ask("first", [*document, 1], 60)
+    run.ask("second", [*document, 2], 60)
+    preempted, again = False, []
+    while run.scheduler.requests:
+        step = run.begin()
+        preempted = preempted or bool(step.preempted_req_ids)
+        many = {name for name, tokens in step.num_scheduled_tokens.items() if tokens > 1}
+        again += [name for name in many if run.texts.get(name)]
+        assert not many & set(decoded(step))
+        run.end(step)
+    assert preempted
+    assert again
+    assert [len(run.texts[name]) for name in ("first", "second")] == [60, 60]
+
+
+def test_an_index_that_a_worker_cannot_prepare_is_decoded_densely(
+    steps: Callable[..., Steps], document: list[int]
+) -> None:
+    run = sparse(steps, document)
+    run.ask("first", [*document, 1])
+    run.end(run.begin(), dense={"doc.skv": "has no codes"})
+    assert decoded(run.begin()) == {}
+
+
 def test_workers_refuse_an_index_together() -> None:
     from sparsekv.runtime.vllm.connector import Verdicts
 
@@ -252,7 +430,7 @@ def test_workers_refuse_an_index_together() -> None:
     assert joined == Verdicts({"a": 0.1, "b": 0.3}, {"a": "differs", "c": "differs"})
 
 
-def test_an_index_that_one_worker_refuses_is_refused(steps: Callable[[int], Steps], document: list[int]) -> None:
+def test_an_index_that_one_worker_refuses_is_refused(steps: Callable[..., Steps], document: list[int]) -> None:
     run = steps(512)
     run.ask("first", [*document, 1, 2, 3])
     run.end(run.begin(), ACCEPTED, REFUSED)

