@@ -98,7 +98,10 @@ class PagedLayer:
             place *= DIGITS
         places = found.argsort()[-count:]
         if found.count_nonzero() != count or not torch.equal(found[places], names.flatten()):
-            raise UsageError("the engine's cache rounds keys and values, or has no place of its own for each of them")
+            raise UsageError(
+                "the engine's cache rounds keys and values, so that sparse decode steps cannot read them; use "
+                "--kv-cache-dtype auto, or leave the method out"
+            )
         keys, values = places.to(self.cache.device).view_as(names)
         return BlockLayout(keys, values)
 
