@@ -45,8 +45,9 @@ def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
             form = form if backend is None else _with_backend(form, backend)
             if _runs(partial(form, data.query)):
                 yield f"sdpa {name} {kind}".replace("  ", " "), form
-    if data.keys.is_cuda and (form := _flash_attention_3(data)) is not None and _runs(partial(form, data.query)):
-        yield "FlashAttention-3", form
+    flash_3 = _flash_attention_3(data) if data.keys.is_cuda else None
+    if flash_3 is not None and _runs(partial(flash_3, data.query)):
+        yield "FlashAttention-3", flash_3
 
 
 def _flash_attention_3(data: LayerData) -> DenseForm | None:
