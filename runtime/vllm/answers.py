@@ -44,7 +44,7 @@ class Answers:
     def __init__(self, setting: DecodeSetting | None, table: PrefixTable, block: int):
         self._setting, self._table, self._block = setting, table, block
         self._answers: dict[str, Answer | None] = {}
-        self._dense = set[str]()
+        self._dense, self._told = set[str](), set[str]()
 
     def begin(self, request: Any) -> None:
         """Note a request, unless it is known. A wrong budget is logged, and the request attends densely."""
@@ -86,6 +86,9 @@ class Answers:
             prompt, blocks = answer.request.num_prompt_tokens, manager.get_block_ids(name)[0]
             trusted = self._table.trusts(answer.index) and answer.index not in self._dense
             if len(tokens) == 1 and tokens.start >= prompt and trusted:
+                if not answer.begun and answer.index not in self._told:
+                    self._told.add(answer.index)
+                    logger.info("index %s: request %s is the first to decode sparsely", answer.index, name)
                 answer.begun = True
                 first = self._table.tokens(answer.index) // self._block
                 place = tokens.start, blocks[first:], first * self._block

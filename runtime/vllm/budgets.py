@@ -1,6 +1,6 @@
 """Method and budget of decode steps, as a server's settings and a request's extra arguments name them."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,20 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods
 
+SETTINGS = ("indices", "method", "budget")
+"""Names in kv_connector_extra_config."""
 REQUEST = "sparsekv_budget"
 """Name of a request's budget among its extra arguments."""
+
+
+def refuse_unknown(config: Mapping[str, Any]) -> None:
+    """Raise UsageError for a name in kv_connector_extra_config that is not among SETTINGS, or without indices."""
+    for name in config:
+        if name not in SETTINGS:
+            raise UsageError(f'kv_connector_extra_config: no setting is called "{name}"; use {", ".join(SETTINGS)}')
+    names = config.get("indices")
+    if not names or not isinstance(names, list):
+        raise UsageError('kv_connector_extra_config needs "indices", a list of folders, such as ["manual.skv"]')
 
 
 @dataclass(frozen=True)
@@ -18,6 +30,13 @@ class DecodeSetting:
 
     method: str
     budget: Budget | None
+
+    def __str__(self) -> str:
+        return f"{self.method} within {DENSE if self.budget is None else self.budget}"
+
+    def is_in(self, built: Container[str]) -> bool:
+        """Whether an index with the methods `built` serves the method."""
+        return not methods()[self.method].needs_index or self.method in built
 
     @classmethod
     def parse(cls, method: Any, budget: Any) -> "DecodeSetting | None":
@@ -33,7 +52,8 @@ class DecodeSetting:
         if not isinstance(method, str) or method not in methods():
             names = ", ".join(sorted(name for name, kind in methods().items() if kind.needs_index))
             raise UsageError(
-                f'kv_connector_extra_config: no "method" {method!r}; use one of the indices\' own: {names}'
+                f'kv_connector_extra_config: no "method" {method!r}; use one that the indices were built with: {names}; or '
+                "one without an index, such as quest"
             )
         if budget is None:
             return cls(method, Budget(methods()[method].default_budget))

@@ -28,7 +28,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
 from sparsekv.runtime.vllm.answers import Answers
-from sparsekv.runtime.vllm.budgets import DecodeSetting
+from sparsekv.runtime.vllm.budgets import DecodeSetting, refuse_unknown
 from sparsekv.runtime.vllm.decoding import Decode, DecodeSteps, IndexLayers, SparseAttention
 from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance, share_of
 from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
@@ -114,11 +114,9 @@ class SparseKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        names = self._kv_transfer_config.get_from_extra_config("indices", [])
-        if not names or isinstance(names, str):
-            raise UsageError('kv_connector_extra_config needs {"indices": ["NAME.skv", ...]}')
-        method, budget = (self._kv_transfer_config.get_from_extra_config(name, None) for name in ("method", "budget"))
-        setting = DecodeSetting.parse(method, budget)
+        given = self._kv_transfer_config.kv_connector_extra_config
+        refuse_unknown(given)
+        names, setting = given["indices"], DecodeSetting.parse(given.get("method"), given.get("budget"))
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, names, setting)
         else:
@@ -192,7 +190,7 @@ class SchedulerSide:
         self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
         self.manager: Any = None
         self._manifests: dict[str, str] = {}
-        prompts = {}
+        prompts, lacking = {}, list[str]()
         served = _served(config)
         for name in names:
             try:
@@ -201,12 +199,20 @@ class SchedulerSide:
                 prompts[name] = artifact.input_ids().tolist()
                 self._manifests[name] = artifact.manifest.manifest_sha256
                 logger.info("index %s: the first %d tokens of a prompt may be loaded", name, len(prompts[name]))
+                if setting is not None and not setting.is_in(artifact.manifest.methods):
+                    lacking.append(name)
             except SparsekvError as error:
                 logger.error("index %s is not used: %s", name, error)
         self._table = PrefixTable(prompts, self._block)
         self._loads: list[Rows] = []
         self._on_trial: Rows | None = None
         self._answers = Answers(setting, self._table, self._block)
+        if setting is not None:
+            logger.info("decode steps over an index: %s", setting)
+            for name in lacking:
+                self._answers.attend_densely(
+                    name, f"it has no {setting.method}; build it with --method {setting.method}"
+                )
 
     def matched(self, request: "Request", computed: int) -> int | None:
         """Return the number of tokens to load after the `computed` ones; None if the request waits for a step."""

@@ -6,7 +6,7 @@ import pytest
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.vllm.budgets import DecodeSetting, budget_of
+from sparsekv.runtime.vllm.budgets import DecodeSetting, budget_of, refuse_unknown
 
 CODES = DecodeSetting("codes", Budget(0.05))
 
@@ -29,7 +29,7 @@ def test_a_servers_setting(method: Any, budget: Any, setting: DecodeSetting | No
 @pytest.mark.parametrize(
     ("method", "budget", "said"),
     [
-        ("code", None, "no \"method\" 'code'; use one of the indices' own: codes, "),
+        ("code", None, "no \"method\" 'code'; use one that the indices were built with: codes, "),
         (["codes"], None, "no \"method\" \\['codes'\\]"),
         ("dense", None, "no \"method\" 'dense'"),
         ("codes", "7x", '"budget" 7x is not a budget'),
@@ -61,3 +61,23 @@ def test_a_request_with_a_wrong_budget_is_refused(budget: Any) -> None:
 def test_a_budget_has_no_effect_on_a_server_without_a_method() -> None:
     with pytest.raises(UsageError, match='sparsekv_budget 5% needs a server with "method"'):
         budget_of(None, {"sparsekv_budget": "5%"})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"indices": ["a.skv"], "methd": "codes"}, 'no setting is called "methd"; use indices, method, budget'),
+        ({"method": "codes"}, 'needs "indices", a list of folders'),
+        ({"indices": "a.skv"}, 'needs "indices", a list of folders'),
+    ],
+)
+def test_unknown_and_missing_settings_are_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        refuse_unknown(config)
+
+
+def test_a_setting_says_what_it_is_and_which_indices_serve_it() -> None:
+    assert (str(CODES), str(DecodeSetting("quest", None))) == ("codes within 5%", "quest within dense")
+    assert CODES.is_in({"codes": None, "multipole": None})
+    assert not CODES.is_in({"multipole": None})
+    assert DecodeSetting("quest", None).is_in({})
