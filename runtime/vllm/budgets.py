@@ -52,8 +52,8 @@ class DecodeSetting:
         if not isinstance(method, str) or method not in methods():
             names = ", ".join(sorted(name for name, kind in methods().items() if kind.needs_index))
             raise UsageError(
-                f'kv_connector_extra_config: no "method" {method!r}; use one that the indices were built with: {names}; or '
-                "one without an index, such as quest"
+                f'kv_connector_extra_config: no "method" {method!r}; use one that the indices were built with '
+                f"({names}), or one without an index, such as quest"
             )
         if budget is None:
             return cls(method, Budget(methods()[method].default_budget))
