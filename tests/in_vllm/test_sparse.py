@@ -140,8 +140,15 @@ def test_an_index_without_codes_is_answered_densely(library: Library, sparse: En
     prompt = library.prompt("int8.skv")
     assert sparse.ask(prompt).text == sparse.ask(prompt, budget="dense").text
     (line,) = [line for line in sparse.lines() if "attend densely" in line]
-    assert line.startswith("index int8.skv: its requests attend densely: ")
-    assert "add it with" in line
+    assert line.startswith("index int8.skv: its requests attend densely: it has no codes; add it with ")
+
+
+def test_the_log_says_what_decodes_sparsely(sparse: Engine, replies: dict[Ask, str]) -> None:
+    lines = sparse.lines()
+    assert "decode steps over an index: codes within 5%" in lines
+    indices = {ask.index for ask in replies}
+    told = [line for line in lines if line.endswith("is the first to decode sparsely")]
+    assert sorted(line.split(": ")[0] for line in told) == sorted(f"index {name}" for name in indices)
 
 
 def test_an_index_that_is_refused_stays_refused(sparse: Engine) -> None:
