@@ -1,6 +1,6 @@
 """Method and budget of decode steps, as a server's settings and a request's extra arguments name them."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,6 @@ class DecodeSetting:
 
     def __str__(self) -> str:
         return f"{self.method} within {DENSE if self.budget is None else self.budget}"
-
-    def is_in(self, built: Container[str]) -> bool:
-        """Whether an index with the methods `built` serves the method."""
-        return not methods()[self.method].needs_index or self.method in built
 
     @classmethod
     def parse(cls, method: Any, budget: Any) -> "DecodeSetting | None":

@@ -190,7 +190,7 @@ class SchedulerSide:
         self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
         self.manager: Any = None
         self._manifests: dict[str, str] = {}
-        prompts, lacking = {}, list[str]()
+        prompts = {}
         served = _served(config)
         for name in names:
             try:
@@ -199,8 +199,6 @@ class SchedulerSide:
                 prompts[name] = artifact.input_ids().tolist()
                 self._manifests[name] = artifact.manifest.manifest_sha256
                 logger.info("index %s: the first %d tokens of a prompt may be loaded", name, len(prompts[name]))
-                if setting is not None and not setting.is_in(artifact.manifest.methods):
-                    lacking.append(name)
             except SparsekvError as error:
                 logger.error("index %s is not used: %s", name, error)
         self._table = PrefixTable(prompts, self._block)
@@ -209,10 +207,6 @@ class SchedulerSide:
         self._answers = Answers(setting, self._table, self._block)
         if setting is not None:
             logger.info("decode steps over an index: %s", setting)
-            for name in lacking:
-                self._answers.attend_densely(
-                    name, f"it has no {setting.method}; build it with --method {setting.method}"
-                )
 
     def matched(self, request: "Request", computed: int) -> int | None:
         """Return the number of tokens to load after the `computed` ones; None if the request waits for a step."""
