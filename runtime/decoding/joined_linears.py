@@ -46,7 +46,7 @@ class Product(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What products of one launch have in common."""
+        """The row, dtype and kind of weights that products of one launch share."""
         return self.source, self.shape, _value(self.numbers).dtype, self.scales is None, self.bias is None
 
 
