@@ -183,9 +183,7 @@ class SchedulerSide:
         setting: method and budget of decode steps; None: all are dense.
     """
 
-    def __init__(
-        self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None = None
-    ):
+    def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None):
         _refuse_unsupported(config, cache)
         self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
         self.manager: Any = None
@@ -286,9 +284,7 @@ class WorkerSide:
         setting: method and budget of decode steps; None: all are dense.
     """
 
-    def __init__(
-        self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None = None
-    ):
+    def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None):
         self._config = config
         self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
         self._layers: dict[int, PagedLayer] = {}
