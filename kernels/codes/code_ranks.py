@@ -6,13 +6,13 @@ import torch
 
 from sparsekv.kernels.codes.types import (
     HEADROOM,
+    JOINT_HEADROOM,
+    LEAST_OCTAVES,
     LEVELS,
-    PER_OCTAVE,
     CodeRanks,
     JoinedKeys,
     KeyCodes,
     LaidOutCodes,
-    ProductCodes,
     WeighedClusters,
     padded_clusters,
 )
@@ -33,9 +33,8 @@ def rank_jointly(
 ) -> TokenRanks:
     """Rank all keys by their attention probability, estimated from their codes and averaged over the queries.
 
-    `rank_codes` defines the estimate. Ranks distinguish probabilities up to 2 ** `HEADROOM` / wanted. The headroom is
-    needed because the totals are estimates. Where few keys have most of the probability, the totals are too small, and
-    so the probabilities are too large. On a GPU there are two kernels, a few torch operations and no synchronisation.
+    `rank_codes` defines the estimate. Ranks distinguish probabilities up to 2 ** `JOINT_HEADROOM` / wanted. On a GPU
+    there are two kernels, a few torch operations and no synchronisation.
 
     Args:
         query: [H, R, D], all query heads of a group and all their tokens.
@@ -51,7 +50,7 @@ def rank_jointly(
     products = torch.einsum("hrpd,hpcd->hrpc", turned, codes.books.float())
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
     logits = softcapped(products.gather(-1, names).sum(2) * softmax_scale, softcap)
-    return ranks_of(logits, totals, max(1, wanted >> HEADROOM))
+    return ranks_of(logits, totals, max(1, wanted >> JOINT_HEADROOM))
 
 
 @on_gpu("sparsekv.kernels.codes.joint_ranks_triton:join_chosen_triton")
@@ -87,12 +86,13 @@ def rank_codes(
 ) -> CodeRanks:
     """Rank all keys by their attention probability, estimated from their codes and averaged over the query heads.
 
-    Ranks are 0 for probabilities below 1 / (65536 wanted). Probabilities above about 1 / wanted share the highest rank.
+    Ranks are 0 for probabilities below 2 ** `HEADROOM` / (65536 wanted). Probabilities above about 2 ** `HEADROOM` /
+    wanted share the highest rank.
 
     A key's code selects one centroid in each part of the channels. The key's logit is the sum of the query's products
-    with these centroids. Each product is rounded to a byte. The softmax total is estimated from the exact keys and the
-    clusters' weights, before any code is read. Therefore the codes are read only once. On a GPU there are two kernels
-    and no synchronisation.
+    with these centroids. Each product is rounded to a byte (`code_logits`). The softmax total is estimated from the
+    exact keys and the clusters' weights, before any code is read. Therefore the codes are read only once. On a GPU
+    there are two kernels and no synchronisation.
 
     Args:
         query: [H, G, D]; or [H T, G, D] for T queries, of which the T of a head are consecutive.
@@ -111,21 +111,37 @@ def rank_codes(
     masses = (logits + (clusters.counts.log() + clusters.bias)[:, None]).logsumexp(-1)
     beside = exact_logsumexp(query, exact, softmax_scale, softcap)
     estimated, total = code_logits(query, codes, softmax_scale, softcap), torch.logaddexp(masses, beside)
-    ranks = ranks_of(estimated, total, wanted, few=True)
+    ranks = ranks_of(estimated, total, max(1, wanted >> HEADROOM), few=True)
     return CodeRanks(ranks, padded_clusters(logits), torch.zeros_like(clusters.counts))
 
 
 def code_logits(
-    query: torch.Tensor, codes: ProductCodes, softmax_scale: float, softcap: float | None = None
+    query: torch.Tensor, codes: LaidOutCodes, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
     """Compute the logits [H, G, M] float32 of queries [H, G, D] for all keys, estimated from their codes.
 
-    The products with centroids are rounded to bytes.
+    The products with centroids are rounded to bytes, in steps of `octaves_of_steps`.
     """
-    turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
-    octaves = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float()) * (softmax_scale * math.log2(math.e))
-    best = octaves.amax(-1, keepdim=True)
-    below = ((best - octaves) * PER_OCTAVE).round().clamp(0, LEVELS)
+    turned = rotated_octaves(query, codes, softmax_scale)
+    octaves = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float())
+    best, steps = octaves.amax(-1, keepdim=True), octaves_of_steps(turned, codes)[..., None]
+    below = ((best - octaves) / steps[..., None]).round().clamp(0, LEVELS)
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
-    logits = (best.sum(2) - below.gather(-1, names).sum(2) / PER_OCTAVE) * math.log(2)
+    logits = (best.sum(2) - below.gather(-1, names).sum(2) * steps) * math.log(2)
     return softcapped(logits, softcap)
+
+
+def rotated_octaves(query: torch.Tensor, codes: LaidOutCodes, softmax_scale: float) -> torch.Tensor:
+    """Rotate queries [H, G, D] and scale them: [H, G, m, D / m], whose products with centroids are in octaves."""
+    turned = query.float() @ codes.turn.float() * (softmax_scale * math.log2(math.e))
+    return turned.unflatten(-1, (codes.books.shape[1], -1))
+
+
+def octaves_of_steps(turned: torch.Tensor, codes: LaidOutCodes) -> torch.Tensor:
+    """Compute each query head's step [H, G], in octaves, from `rotated_octaves`.
+
+    The distance of two products of a part is at most the sum, over the part's channels, of the query's magnitude times
+    the span of the centroids. The largest bound of a head's parts is divided into LEVELS steps.
+    """
+    reach = (turned.abs() * codes.spans[:, None]).sum(-1).amax(-1)
+    return reach.clamp(min=LEAST_OCTAVES) / LEVELS

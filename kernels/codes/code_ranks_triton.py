@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, LEVELS, PER_OCTAVE, CodeRanks
+from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, LEAST_OCTAVES, LEVELS, CodeRanks
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import aligned, count_sms, dependent_launch, group_rows, power_of_two, tile_rows
 from sparsekv.kernels.common.tiles_triton import LOG2_E
@@ -32,26 +32,37 @@ TILES_OF_A_PROGRAM = 2
 
 @triton.jit
 def _make_table(
-    query, turn, books, tables, tops, head, document, part, softmax_scale, G: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, PER_OCTAVE: tl.constexpr, EARLY: tl.constexpr,
+    query, turn, books, spans, tables, tops, steps, head, document, part, softmax_scale, G: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, LEAST_OCTAVES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write a part's table, one byte for each query head and centroid, and each query head's largest product.
 
-    The byte is how far the query-centroid product is below the query head's largest product. The largest products are
-    written to `tops`. `head` is that of the query, and `document` the head of the codes.
+    The byte is how many steps the query-centroid product is below the query head's largest product. The largest
+    products are written to `tops`, and part 0 writes the query heads' steps in octaves. `head` is that of the query,
+    and `document` the head of the codes.
     """
     g, d, j, c = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SIZE), tl.arange(0, CENTROIDS)
     of_part = (document * D + d[:, None]) * D + part * SIZE + j
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
     place = ((document * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
     book = tl.load(books + place, mask=(j < SIZE)[:, None], other=0.0)
+    common.prefetch(turn + document * D * D, D * D, BLOCK_D * BLOCK_D, 2, EARLY)
     common.wait_for_previous_kernel(EARLY)
-    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
-    turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
+    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0).to(tl.float32)
+    # Every part computes the steps of all parts, because programs cannot wait for each other.
+    reach = tl.zeros([GROUP], tl.float32)
+    for other in range(PARTS):
+        columns = tl.load(turn + of_part + (other - part) * SIZE, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
+        span = tl.load(spans + (document * PARTS + other) * SIZE + j, mask=j < SIZE, other=0.0)
+        others = tl.dot(q, columns.to(tl.float32), input_precision="tf32x3")
+        reach = tl.maximum(reach, tl.sum(tl.abs(others) * span, 1))
+    step = tl.maximum(reach * (softmax_scale * LOG2_E), LEAST_OCTAVES) / LEVELS
+    turned = tl.dot(q, turning.to(tl.float32), input_precision="tf32x3")
     products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
     top = tl.max(products, 1)
-    below = tl.floor((top[:, None] - products) * PER_OCTAVE + 0.5).to(tl.int32)
+    below = tl.floor((top[:, None] - products) / step[:, None] + 0.5).to(tl.int32)
     # The clamp also keeps NaN products from carrying into the next head's byte.
     below = tl.where((g < G)[:, None], tl.minimum(tl.maximum(below, 0), LEVELS), 0)
     by_word = tl.reshape(below << (8 * (g % 4))[:, None], [GROUP // 4, 4, CENTROIDS])
@@ -60,6 +71,8 @@ def _make_table(
     place = ((head * PARTS + part) * WORDS + word[:, None]) * CENTROIDS + c
     tl.store(tables + place, tl.sum(by_word, 1), mask=(word < WORDS)[:, None])
     tl.store(tops + (head * G + g) * PARTS + part, top, mask=g < G)
+    if part == 0:
+        tl.store(steps + head * G + g, step, mask=g < G)
 
 
 @triton.jit
@@ -109,13 +122,13 @@ def _weigh_clusters(
 # Several queries over one document are separate heads; `each` of these heads share one head of the document.
 @triton.jit(do_not_specialize=["exact_rows", "each"])
 def _tables_kernel(
-    query, turn, books, centroids, counts, bias, exact_keys, exact_count, sinks, tables, tops, coarse, logits, taken,
-    peaks, totals, bins, shares, sums, C, stride, centroids_stride, counts_stride, bias_stride, exact_rows,
-    exact_stride, each, softmax_scale, softcap, SHARED: tl.constexpr, CAPPED: tl.constexpr, COUNTED: tl.constexpr,
-    HAS_SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, LEVELS: tl.constexpr,
-    PER_OCTAVE: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
+    query, turn, books, spans, centroids, counts, bias, exact_keys, exact_count, sinks, tables, tops, steps, coarse,
+    logits, taken, peaks, totals, bins, shares, sums, C, stride, centroids_stride, counts_stride, bias_stride,
+    exact_rows, exact_stride, each, softmax_scale, softcap, SHARED: tl.constexpr, CAPPED: tl.constexpr,
+    COUNTED: tl.constexpr, HAS_SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr,
+    LEVELS: tl.constexpr, LEAST_OCTAVES: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a part's table, a share of the exact keys or a share of the clusters, depending on the program.
 
@@ -125,8 +138,8 @@ def _tables_kernel(
     document = (tl.program_id(1) // each).to(tl.int64) if SHARED else head
     if which < PARTS:
         _make_table(
-            query, turn, books, tables, tops, head, document, which, softmax_scale, G, GROUP, PARTS, SIZE, BLOCK_SIZE,
-            D, BLOCK_D, CENTROIDS, LEVELS, PER_OCTAVE, EARLY,
+            query, turn, books, spans, tables, tops, steps, head, document, which, softmax_scale, G, GROUP, PARTS, SIZE,
+            BLOCK_SIZE, D, BLOCK_D, CENTROIDS, LEVELS, LEAST_OCTAVES, EARLY,
         )  # fmt: skip
     elif which < PARTS + EXACT_PROGRAMS:
         common.wait_for_previous_kernel(EARLY)
@@ -233,11 +246,10 @@ def _of_word(numbers, g, word: tl.constexpr):
 
 @triton.jit
 def _scores(
-    even, odd, word: tl.constexpr, base, logsumexp, g, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
-    SMALL: tl.constexpr, PER_OCTAVE: tl.constexpr,
+    even, odd, word: tl.constexpr, base, step, logsumexp, g, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
+    SMALL: tl.constexpr,
 ):  # fmt: skip
     """Compute the estimated probabilities of some keys, summed over the query heads of a word."""
-    OCTAVE: tl.constexpr = 2.0**24 / PER_OCTAVE if SMALL else 1 / PER_OCTAVE
     if SMALL:
         first, third = packed.two_small_numbers(even)
         second, fourth = packed.two_small_numbers(odd)
@@ -245,11 +257,12 @@ def _scores(
         first, third = (even & 0xFFFF).to(tl.float32), ((even >> 16) & 0xFFFF).to(tl.float32)
         second, fourth = (odd & 0xFFFF).to(tl.float32), ((odd >> 16) & 0xFFFF).to(tl.float32)
     below, tops = (first, second, third, fourth), _of_word(base if CAPPED else base - logsumexp, g, word)
+    octaves = _of_word(step * 2.0**24 if SMALL else step, g, word)
     if CAPPED:
         totals = _of_word(logsumexp, g, word)
     score = tl.zeros(even.shape, tl.float32)
     for group in tl.static_range(0, G - 4 * word if 4 * word + 4 > G else 4):
-        logit = tops[group] - below[group] * OCTAVE
+        logit = tops[group] - below[group] * octaves[group]
         if CAPPED:
             logit = common.capped(logit / LOG2_E, softcap, CAPPED) * LOG2_E - totals[group]
         score += packed.exp2(logit)
@@ -269,10 +282,10 @@ def _store_fours(rank, ranks, first, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["keys", "each", "least"])
 def _scan_kernel(
-    words, tables, tops, peaks, totals, ranks, coarse, logsumexps, keys, padded, sums, each, least, softcap,
+    words, tables, tops, steps, peaks, totals, ranks, coarse, logsumexps, keys, padded, sums, each, least, softcap,
     SHARED: tl.constexpr, CAPPED: tl.constexpr, SMALL: tl.constexpr, G: tl.constexpr, FEW: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, SUMS: tl.constexpr, CENTROIDS: tl.constexpr,
-    PER_OCTAVE: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
+    SLOTS: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
     FRACTION_BITS: tl.constexpr, RANKS: tl.constexpr, FEW_RANKS: tl.constexpr, FINE_FROM: tl.constexpr,
     FINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -297,6 +310,7 @@ def _scan_kernel(
     # These loads precede the look-ups, so that they overlap with the loads of the look-ups.
     part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
+    step = tl.load(steps + head * G + g, mask=g < G, other=0.0)
     WORDS: tl.constexpr = (G + 3) // 4
     counts = tl.zeros([FEW_RANKS], tl.int32)
     for piece in tl.static_range(PIECES):
@@ -311,7 +325,7 @@ def _scan_kernel(
             )
             if piece + word == 0:
                 base, logsumexp = tl.sum(best, 1), _logsumexps(part_peaks, part_totals, g, G)
-            score += _scores(even, odd, word, base, logsumexp, g, softcap, CAPPED, G, SMALL, PER_OCTAVE)
+            score += _scores(even, odd, word, base, step, logsumexp, g, softcap, CAPPED, G, SMALL)
         # With PIECES == 1, all programs run at once. The next kernel is launched only now, because its programs would
         # otherwise start early, and spread unevenly over the SMs.
         if PIECES == 1:
@@ -338,9 +352,10 @@ def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, soft
     rows, tiles = tile_rows(D, query.dtype, TILE_BYTES), padded // TILE_TOKENS
     shares, stride = triton.cdiv(C, rows * TILES_OF_A_PROGRAM), aligned(C)
     sums = shares + EXACT_PROGRAMS
-    # Byte g of word w is the distance of query head 4 w + g's product below the part's largest product. `tops` holds
-    # the largest products, in units of log 2.
+    # Byte g of word w is the distance of query head 4 w + g's product below the part's largest product, in steps.
+    # `tops` holds the largest products, and `steps` the steps, in units of log 2.
     tables = torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device)
+    steps = torch.empty(H, G, device=device)
     tops, logits = torch.empty(H, G, m, device=device), torch.empty(H, G, stride, device=device)
     # Largest logit, in units of log 2, and sum of exponentials: first of the clusters' shares, then of the exact keys.
     peaks, totals = torch.empty(H, G, sums, device=device), torch.empty(H, G, sums, device=device)
@@ -348,14 +363,15 @@ def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, soft
     coarse = torch.empty(H, tiles, FEW_RANKS // 2, dtype=torch.int32, device=device)
     centroids, counts, bias, cap = clusters.keys.to(query.dtype), clusters.counts, clusters.bias, softcap or 0.0
     same = {"SHARED": documents < H, "CAPPED": softcap is not None, "G": G, "PARTS": m, "CENTROIDS": CENTROIDS}
-    same |= {"PER_OCTAVE": PER_OCTAVE, **dependent_launch(device)}
+    same |= dependent_launch(device)
     _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
-        query, codes.turn, codes.books, centroids, counts, bias, keys, taken if exact.count is None else exact.count,
-        peaks if exact.sinks is None else exact.sinks.contiguous(), tables, tops, coarse, logits, taken, peaks, totals,
-        coarse[0].numel(), shares, sums, C, stride, centroids.stride(0), counts.stride(0), bias.stride(0),
-        keys.shape[1], keys.stride(0), H // documents, softmax_scale, cap, COUNTED=exact.count is not None,
-        HAS_SINKS=exact.sinks is not None, GROUP=group_rows(G), SIZE=size, BLOCK_SIZE=group_rows(size), D=D,
-        BLOCK_D=power_of_two(D), LEVELS=LEVELS, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows, STAGES=STAGES,
+        query, codes.turn, codes.books, codes.spans, centroids, counts, bias, keys,
+        taken if exact.count is None else exact.count, peaks if exact.sinks is None else exact.sinks.contiguous(),
+        tables, tops, steps, coarse, logits, taken, peaks, totals, coarse[0].numel(), shares, sums, C, stride,
+        centroids.stride(0), counts.stride(0), bias.stride(0), keys.shape[1], keys.stride(0), H // documents,
+        softmax_scale, cap, COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, GROUP=group_rows(G),
+        SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D), LEVELS=LEVELS,
+        LEAST_OCTAVES=LEAST_OCTAVES, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows, STAGES=STAGES,
         MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **same,
     )  # fmt: skip
     of_each = H * tiles / count_sms(device)
@@ -363,9 +379,10 @@ def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, soft
     ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)
     logsumexp = torch.empty(H, G, device=device)
     _scan_kernel[(padded // (scanned * pieces), H)](
-        codes.words, tables, tops, peaks, totals, ranks, coarse, logsumexp, codes.keys, padded, sums, H // documents,
-        lowest_rank(wanted), cap, SMALL=m * LEVELS < 2048, FEW=power_of_two(G), BLOCK_PARTS=power_of_two(m),
-        SUMS=power_of_two(sums), SLOTS=scanned, PIECES=pieces, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS,
-        RANKS=RANKS, FEW_RANKS=FEW_RANKS, FINE_FROM=FINE_FROM, FINE=FINE, num_warps=SCAN_WARPS, **same,
+        codes.words, tables, tops, steps, peaks, totals, ranks, coarse, logsumexp, codes.keys, padded, sums,
+        H // documents, lowest_rank(max(1, wanted >> HEADROOM)), cap, SMALL=m * LEVELS < 2048, FEW=power_of_two(G),
+        BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=scanned, PIECES=pieces, TILE=TILE_TOKENS,
+        FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, FEW_RANKS=FEW_RANKS, FINE_FROM=FINE_FROM, FINE=FINE,
+        num_warps=SCAN_WARPS, **same,
     )  # fmt: skip
     return CodeRanks(TokenRanks(ranks, coarse, logsumexp, codes.keys), logits, taken)

@@ -13,12 +13,16 @@ from sparsekv.kernels.posting_lists.types import TokenRanks
 
 CENTROIDS = 256  # centroids of a part, one for each value of a byte
 IN_WORD = 4  # codes in an int32 word
-# A query-centroid product is stored as a byte: its distance below the part's largest product, in steps of about a tenth
-# of an octave (log 2). The error of rounding to a step is smaller than the error of the key's code. Distances above
-# LEVELS steps are clamped to LEVELS.
+# A query-centroid product is stored as a byte: its distance below the part's largest product, in steps. Each query head
+# has a step of its own, such that LEVELS steps are at least the largest distance. A clamped distance would make keys
+# look better than they are: keys with a bias have products that are hundreds of octaves (log 2) apart. The error of
+# rounding to a step is smaller than the error of the key's code.
 LEVELS = 255
-PER_OCTAVE = LEVELS / 24
-HEADROOM = 4  # octaves above probability 1 / `wanted` in which joint ranks still distinguish keys
+LEAST_OCTAVES = 1.0  # lower bound of LEVELS steps, because all products of a query head can be equal
+# Octaves above probability 1 / `wanted` in which ranks still distinguish keys: of one query, and of several jointly.
+# Without them too many keys could share the highest rank, because the total of the softmax is an estimate. It is too
+# small where few keys have most of the probability.
+HEADROOM, JOINT_HEADROOM = 2, 4
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,22 @@ class LaidOutCodes(ProductCodes):
     """Product codes in the layout that the scan kernel reads: contiguous words in tiles of 4,096 keys.
 
     In each 32 keys, the word of key 8 j + w is at index 4 w + j. Therefore the keys whose ranks share a word of
-    `TokenRanks` are adjacent.
+    `TokenRanks` are adjacent. `spans` [H, m, D / m] float32 are those of the codebooks (`spans_of`).
     """
+
+    spans: torch.Tensor
+
+    def repeated(self, each: int) -> Self:
+        return replace(super().repeated(each), spans=self.spans.repeat_interleave(each, 0))
 
     def in_order(self) -> torch.Tensor:
         words: torch.Tensor = self.words.unflatten(2, (-1, 8, 4)).transpose(3, 4).flatten(2)
         return words
+
+
+def spans_of(books: torch.Tensor) -> torch.Tensor:
+    """Compute each channel's largest minus smallest component of centroids [H, m, C, D / m]: [H, m, D / m] float32."""
+    return (books.amax(2) - books.amin(2)).float().contiguous()
 
 
 def as_stored(codes: torch.Tensor) -> torch.Tensor:

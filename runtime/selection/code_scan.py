@@ -21,6 +21,7 @@ from sparsekv.kernels.codes.types import (
     WeighedClusters,
     as_stored,
     lay_out_codes,
+    spans_of,
 )
 from sparsekv.kernels.common.launch import power_of_two
 from sparsekv.kernels.posting_lists.list_ranks import rank_rows, top_ranked
@@ -107,7 +108,7 @@ class CodeScan:
     def __init__(self, tensors: dict[str, torch.Tensor], clusters: ResidualClusters, facts: LayerFacts):
         codes, self.facts = tensors["codes"], facts
         turn, books = tensors["query_turn"].contiguous(), tensors["codebooks"].contiguous()
-        self.codes = LaidOutCodes(turn, books, lay_out_codes(codes), codes.shape[1])
+        self.codes = LaidOutCodes(turn, books, lay_out_codes(codes), codes.shape[1], spans_of(books))
         counts, bias = clusters.counts.int().contiguous(), tensors["rest_bias"].float().contiguous()
         self.clusters = WeighedClusters(clusters.keys.contiguous(), counts, bias)
         # Each step reads the labels of all keys, and so labels are stored in few bytes.

@@ -20,7 +20,7 @@ from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.clusters import cluster_choice_triton, shared_choice_triton
 from sparsekv.kernels.codes import code_ranks_triton, joint_ranks_triton
-from sparsekv.kernels.codes.types import KeyCodes, LaidOutCodes, WeighedClusters
+from sparsekv.kernels.codes.types import KeyCodes, LaidOutCodes, WeighedClusters, spans_of
 from sparsekv.kernels.common import run_rows_triton
 from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 from sparsekv.kernels.distributed import sum_triton
@@ -120,7 +120,7 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     exact = ExactKeys(keys, torch.zeros(1, dtype=torch.int32), torch.zeros(H, G, dtype=dtype))
     about = (exact if more else ExactKeys(keys)), 0.1, (3.0 if more else None)
     books, words = torch.zeros(H, 8, 256, D // 8).half(), torch.zeros(H, 2, 4096, dtype=torch.int32)
-    codes = LaidOutCodes(torch.zeros(H, D, D).half(), books, words, 4096)
+    codes = LaidOutCodes(torch.zeros(H, D, D).half(), books, words, 4096, spans_of(books))
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
     for few, many in ((1, 1), (0, 1), (0, 0)) if more else ((1, 1),):  # tiles of an SM; there is less than one
@@ -143,7 +143,7 @@ def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
     )
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
     exact = ExactKeys(torch.zeros(H, 0, D, dtype=dtype), sinks=torch.zeros(H * B, G))
-    laid_out = LaidOutCodes(codes.turn, books, words, 4096)
+    laid_out = LaidOutCodes(codes.turn, books, words, 4096, spans_of(books))
     query = torch.zeros(H * B, G, D, dtype=dtype)
     code_ranks_triton.rank_codes_triton(query, laid_out, clusters, exact, 9, 0.1, softcap)
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))

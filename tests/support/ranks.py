@@ -28,3 +28,10 @@ def assert_ranks(found: TokenRanks, expected: TokenRanks, most: int = 1, usual: 
     again = laid_out(found.in_order(), found.logsumexp, few=expected.each_counted())
     assert torch.equal(found.ranks, again.ranks)
     assert torch.equal(found.coarse, again.coarse)
+
+
+def least_kept(chosen: torch.Tensor, logits: torch.Tensor) -> float:
+    """How much of the probability of the best keys any head's chosen keys [H, K] have; logits are [H, G, M] float64."""
+    probability = logits.softmax(-1).mean(1)
+    kept = probability.gather(1, chosen.long()).sum(1) / probability.topk(chosen.shape[1]).values.sum(1)
+    return float(kept.min())

@@ -8,12 +8,13 @@ import pytest
 import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
-from support.ranks import assert_ranks, on_cpu
+from support.ranks import assert_ranks, least_kept, on_cpu
 from support.reference import assert_close
 
-from sparsekv.kernels.codes.code_ranks import code_logits, rank_codes
+from sparsekv.kernels.codes.code_ranks import code_logits, octaves_of_steps, rank_codes, rotated_octaves
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
-from sparsekv.kernels.codes.types import PER_OCTAVE, CodeRanks, LaidOutCodes, WeighedClusters, lay_out_codes
+from sparsekv.kernels.codes.types import HEADROOM, CodeRanks, LaidOutCodes, WeighedClusters, lay_out_codes, spans_of
+from sparsekv.kernels.posting_lists.list_ranks import top_ranked
 from sparsekv.kernels.posting_lists.types import (
     FEW_RANKS,
     FINE,
@@ -39,7 +40,8 @@ def small_codes(
     D = m * size
     turn, books = normal(seed, heads, D, D).half() / D**0.5, normal(seed + 1, heads, m, 256, size).half()
     named = books.double()[torch.arange(heads)[:, None, None], torch.arange(m), codes].flatten(2)
-    return LaidOutCodes(turn, books, lay_out_codes(codes.byte()), keys), named @ turn.double().transpose(1, 2)
+    laid_out = LaidOutCodes(turn, books, lay_out_codes(codes.byte()), keys, spans_of(books))
+    return laid_out, named @ turn.double().transpose(1, 2)
 
 
 def small_clusters(seed: int, keys: int, D: int, clusters: int = 70, heads: int = 2) -> WeighedClusters:
@@ -100,7 +102,8 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
 
     logits = logits_of(stood_for)
     approximate = code_logits(query, codes, SCALE, softcap)
-    rounding = codes.books.shape[1] / 2 / PER_OCTAVE * math.log(2)
+    steps = octaves_of_steps(rotated_octaves(query, codes, SCALE), codes)
+    rounding = codes.books.shape[1] / 2 * float(steps.max()) * math.log(2)
     assert float((approximate.double() - logits).abs().max()) <= rounding + 1e-4
     weights = clusters.counts.double().log() + clusters.bias.double()
     masses = (logits_of(clusters.keys) + weights[:, None]).logsumexp(-1)
@@ -108,10 +111,30 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
     found = rank(query, codes, clusters, ExactKeys(keys), wanted, softcap)
     assert_close(found.ranks.logsumexp, total, 1e-5)
     scores = (logits - total[..., None]).exp().mean(1).float()
-    ranks = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted)).clamp(0, RANKS - 1)
+    ranks = ((scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted >> HEADROOM)).clamp(0, RANKS - 1)
     expected = fewer_ranks(ranks)
     most = math.ceil(rounding / math.log(2) * 2**FRACTION_BITS / 2) + 1
     assert int((found.ranks.in_order() - expected).abs().max()) <= most
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("louder", [0.01, 1.0, 10.0, 100.0])
+def test_the_best_keys_are_chosen_however_large_logits_are(louder: float, biased: bool) -> None:
+    """Also where a bias of keys makes products with all centroids of some parts large, as in Qwen2's first layers."""
+    codes, _ = small_codes(0)
+    if biased:
+        signs = normal(9, 2, 4, 256, 1).sign() * torch.tensor([1.0, 0.0, 0.0, 1.0])[:, None, None]
+        books = (codes.books.float() + 6 * signs).half()
+        codes = replace(codes, books=books, spans=spans_of(books))
+    names = codes.unpacked()
+    stood_for = codes.books.double()[torch.arange(2)[:, None, None], torch.arange(4), names].flatten(2)
+    query = louder * normal(3, 2, 3, 16)
+    logits = SCALE * (query.double() @ codes.turn.double()) @ stood_for.transpose(1, 2)
+    # The clusters' total is right, so that only the ranks are at fault if worse keys are chosen.
+    total = logits.logsumexp(-1)
+    clusters = WeighedClusters(torch.zeros(2, 1, 16), torch.zeros(2, 1).int(), torch.zeros(2, 1))
+    found = rank(query, codes, clusters, ExactKeys(torch.zeros(2, 0, 16), sinks=total.float()), 200)
+    assert least_kept(top_ranked.reference(found.ranks, 200), logits) > 0.97
 
 
 @pytest.mark.thinned

@@ -6,11 +6,12 @@ import pytest
 import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
-from support.ranks import assert_ranks, on_cpu
+from support.ranks import assert_ranks, least_kept, on_cpu
 
 from sparsekv.kernels.codes.code_ranks import rank_jointly
 from sparsekv.kernels.codes.joint_ranks_triton import rank_jointly_triton
-from sparsekv.kernels.codes.types import HEADROOM, KeyCodes, as_stored
+from sparsekv.kernels.codes.types import JOINT_HEADROOM, KeyCodes, as_stored
+from sparsekv.kernels.posting_lists.list_ranks import top_ranked
 from sparsekv.kernels.posting_lists.types import FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
 pytestmark = compiled_or_interpreted
@@ -46,13 +47,22 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
     logits = SCALE * query.double() @ stood_for.transpose(1, 2)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     scores = (logits - totals.double()[..., None]).exp().mean(1).float()
-    expected = (scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted >> HEADROOM)
+    expected = (scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted >> JOINT_HEADROOM)
     expected = expected.clamp(0, RANKS - 1)
     found = rank(query, totals, codes, wanted, softcap)
     assert int((found.in_order() - expected).abs().max()) <= 1
     assert float((found.in_order() != expected).float().mean()) < 0.02
     assert int(expected.max()) > int(expected.min())
     assert torch.equal(found.logsumexp, totals)
+
+
+@pytest.mark.parametrize("louder", [0.01, 1.0, 10.0, 100.0])
+def test_the_best_keys_are_chosen_however_large_logits_are(louder: float) -> None:
+    codes, stood_for = small_codes(0)
+    query = louder * normal(3, 2, 15, 16)
+    logits = SCALE * query.double() @ stood_for.transpose(1, 2)
+    found = rank(query, logits.logsumexp(-1).float(), codes, 200)
+    assert least_kept(top_ranked.reference(found, 200), logits) > 0.97
 
 
 @pytest.mark.thinned

@@ -6,11 +6,11 @@ import pytest
 import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
-from support.ranks import assert_ranks, on_cpu
+from support.ranks import assert_ranks, least_kept, on_cpu
 from support.reference import assert_close
 from support.small_tables import SMALL, layer_input, tabled_layer
 
-from sparsekv.kernels.posting_lists.list_ranks import laid_out, list_logits, rank_tokens
+from sparsekv.kernels.posting_lists.list_ranks import laid_out, list_logits, rank_tokens, top_ranked
 from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.posting_lists.posting_lists import (
     SCORINGS,
@@ -48,6 +48,13 @@ def rank(
     near = ExactKeys(exact.keys.to(DEVICE), *beside)
     with poisoned_memory():
         return on_cpu(rank_tokens_triton(query.to(DEVICE), ListCodes(**moved), near, wanted, SCALE, softcap))
+
+
+@pytest.mark.parametrize("louder", [0.01, 1.0, 10.0, 100.0])
+def test_the_best_keys_are_chosen_however_large_logits_are(louder: float) -> None:
+    lists, query = small_lists(0), louder * normal(3, 2, 3, 16)
+    found = rank(query, lists, ExactKeys(torch.zeros(2, 0, 16), sinks=torch.full((2, 3), -1e4)), 200)
+    assert least_kept(top_ranked.reference(found, 200), by_definition(query, lists)) > 0.97
 
 
 def assert_same(found: TokenRanks, expected: TokenRanks) -> None:

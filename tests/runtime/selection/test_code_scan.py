@@ -12,20 +12,27 @@ from support.near_best import NearBest, as_mask
 from support.random_tensors import normal
 from support.small_layer import SmallLayer, as_queries
 
-from sparsekv.kernels.codes.types import PER_OCTAVE
+from sparsekv.kernels.codes.code_ranks import octaves_of_steps, rotated_octaves
 from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.runtime.methods.codes import Codes, CodesSelector
 from sparsekv.runtime.selection import code_scan
+from sparsekv.runtime.selection.code_scan import CodeScan
 from sparsekv.runtime.selection.interface import Budget, InPlace, MiddleContext, Queries
 from sparsekv.runtime.selection.wrappers import residual_clusters
 
 EXACT, SEEDS = 20, [3, 11, 12, 13, 14]
 coded_layer = functools.cache(coded_layers.coded_layer)
-# Factors between scores above which ranks tell them apart. A rank is a sixteenth of the mantissas, and kernels may be
-# one off. Where ranks are fewer one may be eight of these, and the products of a code's four parts are each half a step
-# of `PER_OCTAVE` off.
 BY_LOGITS = 1 + 3 / 16
-BY_CODES = 1.01 * (1 + 8 / 16) * 2 ** (4 / PER_OCTAVE)
+"""A factor between scores above which ranks tell them apart. A rank is a sixteenth of the mantissas, and kernels may be
+one off."""
+
+
+def by_codes(context: MiddleContext, queries: Queries) -> float:
+    """The same where ranks are fewer. One may be eight of the others, and the products of a code's parts are each half
+    a step off."""
+    codes = CodeScan(context.tensors, residual_clusters(context.tensors), context.facts).codes
+    steps = octaves_of_steps(rotated_octaves(queries.query.flatten(1, 2), codes, context.facts.softmax_scale), codes)
+    return 1.01 * (1 + 8 / 16) * 2 ** (codes.books.shape[1] * float(steps.max()))
 
 
 def by_kernels(monkeypatch: pytest.MonkeyPatch, method: Codes, context: MiddleContext) -> CodesSelector:
@@ -74,7 +81,7 @@ def test_the_best_tokens_are_chosen(rerank: float, seed: int, monkeypatch: pytes
     found = by_kernels(monkeypatch, Codes(rerank=rerank), context).select(in_place, Budget(300))
     logits, total = estimates(context, in_place)
     scores = shares(logits, total)
-    best = NearBest.of_all(scores).best(scores, int(300 * rerank), BY_CODES)
+    best = NearBest.of_all(scores).best(scores, int(300 * rerank), by_codes(context, in_place))
     if rerank > 1:
         exact = in_place.query.double() @ context.keys.double().transpose(1, 2)[:, None] * context.facts.softmax_scale
         above = float((exact.logsumexp(-1) - total).clamp(min=0).max().exp())
@@ -136,7 +143,7 @@ def test_several_queries_share_what_each_chooses_by_itself(seed: int, monkeypatc
         assert bool((rows.diff() > 0).all())
         together[head, rows.long()] = True
     scores = shares(*estimates(context, queries))
-    NearBest.of_all(scores).best(scores, 300, BY_CODES).any_query().check(together)
+    NearBest.of_all(scores).best(scores, 300, by_codes(context, queries)).any_query().check(together)
     alone = torch.cat([selector.select(query, Budget(300)).rows.starts for query in each_alone(queries)], 1)
     assert int((together != as_mask(alone, 5000).any(1)).sum()) <= 2 * 5 * 2
 
