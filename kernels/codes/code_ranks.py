@@ -9,6 +9,7 @@ from sparsekv.kernels.codes.types import (
     JOINT_HEADROOM,
     LEAST_OCTAVES,
     LEVELS,
+    STEP_ROOM,
     CodeRanks,
     JoinedKeys,
     KeyCodes,
@@ -122,26 +123,27 @@ def code_logits(
 
     The products with centroids are rounded to bytes, in steps of `octaves_of_steps`.
     """
-    turned = rotated_octaves(query, codes, softmax_scale)
-    octaves = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float())
-    best, steps = octaves.amax(-1, keepdim=True), octaves_of_steps(turned, codes)[..., None]
+    turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
+    octaves = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float()) * (softmax_scale * math.log2(math.e))
+    best, steps = octaves.amax(-1, keepdim=True), octaves_of_steps(query, codes, softmax_scale)[..., None]
     below = ((best - octaves) / steps[..., None]).round().clamp(0, LEVELS)
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
     logits = (best.sum(2) - below.gather(-1, names).sum(2) * steps) * math.log(2)
     return softcapped(logits, softcap)
 
 
-def rotated_octaves(query: torch.Tensor, codes: LaidOutCodes, softmax_scale: float) -> torch.Tensor:
-    """Rotate queries [H, G, D] and scale them: [H, G, m, D / m], whose products with centroids are in octaves."""
-    turned = query.float() @ codes.turn.float() * (softmax_scale * math.log2(math.e))
-    return turned.unflatten(-1, (codes.books.shape[1], -1))
+def octaves_of_steps(query: torch.Tensor, codes: LaidOutCodes, softmax_scale: float) -> torch.Tensor:
+    """Compute the step [H, G] of each query [H, G, D], in octaves.
 
-
-def octaves_of_steps(turned: torch.Tensor, codes: LaidOutCodes) -> torch.Tensor:
-    """Compute each query head's step [H, G], in octaves, from `rotated_octaves`.
-
-    The distance of two products of a part is at most the sum, over the part's channels, of the query's magnitude times
-    the span of the centroids. The largest bound of a head's parts is divided into LEVELS steps.
+    The distance of two products of a part is at most the sum, over the part's channels, of the rotated query's
+    magnitude times the span of the centroids. The largest bound of a query's parts is divided into LEVELS steps. The
+    rotation's factors are truncated to bfloat16, because a GPU then multiplies them several times as fast.
     """
-    reach = (turned.abs() * codes.spans[:, None]).sum(-1).amax(-1)
+    turned = (_truncated(query) @ _truncated(codes.turn)).unflatten(-1, (codes.books.shape[1], -1))
+    reach = (turned.abs() * codes.spans[:, None]).sum(-1).amax(-1) * (STEP_ROOM * softmax_scale * math.log2(math.e))
     return reach.clamp(min=LEAST_OCTAVES) / LEVELS
+
+
+def _truncated(tensor: torch.Tensor) -> torch.Tensor:
+    """Truncate to the precision of bfloat16; float32."""
+    return (tensor.float().view(torch.int32) & -65536).view(torch.float32)

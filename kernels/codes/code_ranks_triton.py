@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, LEAST_OCTAVES, LEVELS, CodeRanks
+from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, LEAST_OCTAVES, LEVELS, STEP_ROOM, CodeRanks
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import aligned, count_sms, dependent_launch, group_rows, power_of_two, tile_rows
 from sparsekv.kernels.common.tiles_triton import LOG2_E
@@ -28,14 +28,42 @@ from sparsekv.kernels.posting_lists.types import (
 HEADS_OF_WORD = 4
 TILE_BYTES, STAGES, WARPS = 16_384, 2, 4
 TILES_OF_A_PROGRAM = 2
+TURN_ELEMENTS = 2**15  # elements of the turn that a program multiplies by its queries at a time
+
+
+@triton.jit
+def _turn_columns(turn, spans, document, first, PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+                  D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Load columns [BLOCK_D, COLUMNS] of the turn and their spans [COLUMNS]; a part is padded to PADDED columns."""
+    d, column = tl.arange(0, BLOCK_D), first + tl.arange(0, COLUMNS)
+    part, j = column // PADDED, column % PADDED
+    known, at = (part < PARTS) & (j < SIZE), part * SIZE + j
+    columns = tl.load(turn + (document * D + d[:, None]) * D + at, mask=(d < D)[:, None] & known, other=0.0)
+    return columns, tl.load(spans + document * D + at, mask=known, other=0.0)
+
+
+@triton.jit
+def _truncated(x):
+    """Truncate to bfloat16. The interpreter truncates in conversions, and a GPU rounds; here both truncate."""
+    return (x.to(tl.float32).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def _reach(q, columns, span, PADDED: tl.constexpr):
+    """Bound the distance of two products of a query [GROUP, BLOCK_D], in each part of some columns of the turn.
+
+    Returns each query's largest bound [GROUP]. `octaves_of_steps` defines the bound.
+    """
+    bounds = tl.abs(common.dot(_truncated(q), _truncated(columns))) * span
+    return tl.max(tl.sum(tl.reshape(bounds, [bounds.shape[0], bounds.shape[1] // PADDED, PADDED]), 2), 1)
 
 
 @triton.jit
 def _make_table(
     query, turn, books, spans, tables, tops, steps, head, document, part, softmax_scale, G: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, LEVELS: tl.constexpr, LEAST_OCTAVES: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr,
+    LEVELS: tl.constexpr, LEAST_OCTAVES: tl.constexpr, STEP_ROOM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write a part's table, one byte for each query head and centroid, and each query head's largest product.
 
@@ -48,18 +76,16 @@ def _make_table(
     turning = tl.load(turn + of_part, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
     place = ((document * PARTS + part) * CENTROIDS + c[None, :]) * SIZE + j[:, None]
     book = tl.load(books + place, mask=(j < SIZE)[:, None], other=0.0)
-    common.prefetch(turn + document * D * D, D * D, BLOCK_D * BLOCK_D, 2, EARLY)
+    # Every part's program bounds the distances of all parts, because programs cannot wait for each other.
+    columns, span = _turn_columns(turn, spans, document, 0, PARTS, SIZE, PADDED, D, BLOCK_D, COLUMNS)
     common.wait_for_previous_kernel(EARLY)
-    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0).to(tl.float32)
-    # Every part computes the steps of all parts, because programs cannot wait for each other.
-    reach = tl.zeros([GROUP], tl.float32)
-    for other in range(PARTS):
-        columns = tl.load(turn + of_part + (other - part) * SIZE, mask=(d < D)[:, None] & (j < SIZE), other=0.0)
-        span = tl.load(spans + (document * PARTS + other) * SIZE + j, mask=j < SIZE, other=0.0)
-        others = tl.dot(q, columns.to(tl.float32), input_precision="tf32x3")
-        reach = tl.maximum(reach, tl.sum(tl.abs(others) * span, 1))
-    step = tl.maximum(reach * (softmax_scale * LOG2_E), LEAST_OCTAVES) / LEVELS
-    turned = tl.dot(q, turning.to(tl.float32), input_precision="tf32x3")
+    q = tl.load(query + (head * G + g[:, None]) * D + d, mask=(g < G)[:, None] & (d < D), other=0.0)
+    reach = _reach(q, columns, span, PADDED)
+    for at in tl.static_range(1, TURNS):
+        columns, span = _turn_columns(turn, spans, document, at * COLUMNS, PARTS, SIZE, PADDED, D, BLOCK_D, COLUMNS)
+        reach = tl.maximum(reach, _reach(q, columns, span, PADDED))
+    step = tl.maximum(reach * (STEP_ROOM * softmax_scale * LOG2_E), LEAST_OCTAVES) / LEVELS
+    turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
     products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
     top = tl.max(products, 1)
     below = tl.floor((top[:, None] - products) / step[:, None] + 0.5).to(tl.int32)
@@ -127,7 +153,8 @@ def _tables_kernel(
     exact_rows, exact_stride, each, softmax_scale, softcap, SHARED: tl.constexpr, CAPPED: tl.constexpr,
     COUNTED: tl.constexpr, HAS_SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr,
-    LEVELS: tl.constexpr, LEAST_OCTAVES: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    PADDED: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr, LEVELS: tl.constexpr,
+    LEAST_OCTAVES: tl.constexpr, STEP_ROOM: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a part's table, a share of the exact keys or a share of the clusters, depending on the program.
@@ -139,7 +166,7 @@ def _tables_kernel(
     if which < PARTS:
         _make_table(
             query, turn, books, spans, tables, tops, steps, head, document, which, softmax_scale, G, GROUP, PARTS, SIZE,
-            BLOCK_SIZE, D, BLOCK_D, CENTROIDS, LEVELS, LEAST_OCTAVES, EARLY,
+            BLOCK_SIZE, D, BLOCK_D, CENTROIDS, PADDED, COLUMNS, TURNS, LEVELS, LEAST_OCTAVES, STEP_ROOM, EARLY,
         )  # fmt: skip
     elif which < PARTS + EXACT_PROGRAMS:
         common.wait_for_previous_kernel(EARLY)
@@ -364,15 +391,17 @@ def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, soft
     centroids, counts, bias, cap = clusters.keys.to(query.dtype), clusters.counts, clusters.bias, softcap or 0.0
     same = {"SHARED": documents < H, "CAPPED": softcap is not None, "G": G, "PARTS": m, "CENTROIDS": CENTROIDS}
     same |= dependent_launch(device)
+    padded_columns, padded_size = max(16, power_of_two(m) * power_of_two(size)), power_of_two(size)
+    columns = min(padded_columns, TURN_ELEMENTS // power_of_two(D))
     _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
         query, codes.turn, codes.books, codes.spans, centroids, counts, bias, keys,
         taken if exact.count is None else exact.count, peaks if exact.sinks is None else exact.sinks.contiguous(),
         tables, tops, steps, coarse, logits, taken, peaks, totals, coarse[0].numel(), shares, sums, C, stride,
         centroids.stride(0), counts.stride(0), bias.stride(0), keys.shape[1], keys.stride(0), H // documents,
         softmax_scale, cap, COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, GROUP=group_rows(G),
-        SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D), LEVELS=LEVELS,
-        LEAST_OCTAVES=LEAST_OCTAVES, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows, STAGES=STAGES,
-        MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **same,
+        SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D), PADDED=padded_size, COLUMNS=columns,
+        TURNS=padded_columns // columns, LEVELS=LEVELS, LEAST_OCTAVES=LEAST_OCTAVES, STEP_ROOM=STEP_ROOM,
+        EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows, STAGES=STAGES, MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **same,
     )  # fmt: skip
     of_each = H * tiles / count_sms(device)
     scanned, pieces = FEW if of_each < MANY_TILES else MANY if of_each < MOST_TILES else MOST

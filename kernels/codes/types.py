@@ -19,6 +19,7 @@ IN_WORD = 4  # codes in an int32 word
 # rounding to a step is smaller than the error of the key's code.
 LEVELS = 255
 LEAST_OCTAVES = 1.0  # lower bound of LEVELS steps, because all products of a query head can be equal
+STEP_ROOM = 1.02  # factor of a step for the error of its bound, which is computed from truncated float32 numbers
 # Octaves above probability 1 / `wanted` in which ranks still distinguish keys: of one query, and of several jointly.
 # Without them too many keys could share the highest rank, because the total of the softmax is an estimate. It is too
 # small where few keys have most of the probability.

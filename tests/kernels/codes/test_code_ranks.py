@@ -11,7 +11,7 @@ from support.random_tensors import normal
 from support.ranks import assert_ranks, least_kept, on_cpu
 from support.reference import assert_close
 
-from sparsekv.kernels.codes.code_ranks import code_logits, octaves_of_steps, rank_codes, rotated_octaves
+from sparsekv.kernels.codes.code_ranks import code_logits, octaves_of_steps, rank_codes
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
 from sparsekv.kernels.codes.types import HEADROOM, CodeRanks, LaidOutCodes, WeighedClusters, lay_out_codes, spans_of
 from sparsekv.kernels.posting_lists.list_ranks import top_ranked
@@ -102,7 +102,7 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
 
     logits = logits_of(stood_for)
     approximate = code_logits(query, codes, SCALE, softcap)
-    steps = octaves_of_steps(rotated_octaves(query, codes, SCALE), codes)
+    steps = octaves_of_steps(query, codes, SCALE)
     rounding = codes.books.shape[1] / 2 * float(steps.max()) * math.log(2)
     assert float((approximate.double() - logits).abs().max()) <= rounding + 1e-4
     weights = clusters.counts.double().log() + clusters.bias.double()

@@ -12,7 +12,7 @@ from support.near_best import NearBest, as_mask
 from support.random_tensors import normal
 from support.small_layer import SmallLayer, as_queries
 
-from sparsekv.kernels.codes.code_ranks import octaves_of_steps, rotated_octaves
+from sparsekv.kernels.codes.code_ranks import octaves_of_steps
 from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.runtime.methods.codes import Codes, CodesSelector
 from sparsekv.runtime.selection import code_scan
@@ -31,7 +31,7 @@ def by_codes(context: MiddleContext, queries: Queries) -> float:
     """The same where ranks are fewer. One may be eight of the others, and the products of a code's parts are each half
     a step off."""
     codes = CodeScan(context.tensors, residual_clusters(context.tensors), context.facts).codes
-    steps = octaves_of_steps(rotated_octaves(queries.query.flatten(1, 2), codes, context.facts.softmax_scale), codes)
+    steps = octaves_of_steps(queries.query.flatten(1, 2), codes, context.facts.softmax_scale)
     return 1.01 * (1 + 8 / 16) * 2 ** (codes.books.shape[1] * float(steps.max()))
 
 
