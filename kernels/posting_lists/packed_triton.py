@@ -6,9 +6,10 @@ import triton.language as tl
 from sparsekv.kernels.common.tiles_triton import WIDEN, sum_of_four, sum_of_three, sum_of_two
 
 EXPONENT_OF_2_23 = tl.constexpr(0x4B000000)
-TO_BYTES = tl.constexpr(96)  # bfloat16 numbers below 2, scaled by 2 ** -96, differ only in their last twelve bits
-# Two bfloat16 of value 2 ** -96 (1 + 6 / 128). `as_bytes` cuts off the last four of these twelve bits, which makes a
-# number smaller. The factor 1 + 6 / 128 makes up for the mean loss.
+# Exponent of a scale: bfloat16 from 0 to below 2, times 2 ** -TO_BYTES, differ only in their last twelve bits.
+TO_BYTES = tl.constexpr(96)
+# Two bfloat16 of value 2 ** -96 (1 + 6 / 128). `as_bytes` drops the last four of these twelve bits, which makes numbers
+# smaller. The factor 1 + 6 / 128 compensates for the mean loss.
 DOWN = tl.constexpr(0x0F860F86)
 
 
