@@ -68,7 +68,7 @@ def stretchable(config: "PreTrainedConfig") -> bool:
 
 
 def stretch_for(config: "PreTrainedConfig", tokens: int, scaling: str | None) -> str:
-    """Return the option by which a model has positions for a number of tokens; empty if it has no limit or no plain RoPE.
+    """Return the option by which a model gets positions for a number of tokens; empty without a limit or plain RoPE.
 
     Args:
         scaling: the RoPE scaling with which the config was already stretched; None if it was not.
