@@ -26,7 +26,7 @@ def with_ending(path: Path, ending: str = ENDING) -> Path:
 
 
 def beside(folder: Path) -> Iterator[Path]:
-    """Yield the paths beside an index's folder whose index has this folder by default: manual.txt for manual.skv."""
+    """Yield the paths next to an index's folder that are indexed into it by default: manual.txt for manual.skv."""
     own = folder.parent / folder.stem
     yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
 

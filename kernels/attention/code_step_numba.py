@@ -246,7 +246,7 @@ def add_products(parts, codes, number, table, logits):
 def cap(numbers, count, softcap):
     """Replace `count` numbers by softcap * tanh(number / softcap).
 
-    `exp_of` computes the exponential by a polynomial, because a library call would not be vectorised.
+    tanh is computed from `exp_of`, because a library call would not be vectorised.
     """
     for i in range(count):
         shrunk = exp_of(np.float32(-2) * abs(numbers[i] / softcap))

@@ -152,7 +152,7 @@ def alone(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def all_alone() -> Iterator[None]:
-    """Lock all models on GPUs, and all on CPUs that were locked before, for changes to the whole process."""
+    """Lock all models on GPUs, and each on a CPU that has been in `alone`, for changes to the whole process."""
     with ExitStack() as stack:
         for lock in (_opening, _on_gpu, *sorted(_locks.values(), key=id)):
             stack.enter_context(lock)
