@@ -63,7 +63,7 @@ def build_hint(folder: Path) -> str:
 
 
 def first_build_hint() -> str:
-    """Return a hint how to build an index from the longest text in the current folder, or where to read how."""
+    """Return a hint how to build an index: from the longest text in the current folder, or else by reading the help."""
     texts = list(_texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)))
     if texts:
         return f"build one with {command('build-index', max(texts, key=lambda text: text.stat().st_size))}"

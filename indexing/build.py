@@ -47,7 +47,7 @@ from sparsekv.indexing.reuse import plan_reuse
 
 @dataclass(frozen=True)
 class MethodFiles:
-    """A method's files, one per layer. `new` is True if the build has written at least one, and not reused all."""
+    """A method's files, one per layer. `new` is True unless the build has reused all of them."""
 
     work: LayerWork
     new: bool

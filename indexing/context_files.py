@@ -75,8 +75,8 @@ class ContextFacts:
     """Results of a prefill other than tensors: each layer's attention settings, probe, int8 storage error and canary.
 
     `layers` has the layers that attend. The probe is the model's top logits at the last prompt token, and the canary
-    those at earlier tokens. It is empty if an earlier version of sparsekv began the build, or if `canary_positions` has
-    only the last token.
+    those at earlier tokens. The canary is empty if an earlier version of sparsekv began the build, or if
+    `canary_positions` has only the last token.
     """
 
     layers: dict[int, LayerFacts]

@@ -134,8 +134,8 @@ def encode_more(
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Returns:
-        The token ids, and the chat frame and border of later questions. The ids lack those of the new border's `held`.
-        Without `border` there is no new one.
+        The token ids without those of the new border's `held`, and the chat frame and border of later questions. The
+        new border is None if `border` is None.
 
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.

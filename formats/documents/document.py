@@ -144,8 +144,8 @@ class Document:
 
     `first` and `whole` keep the pieces that they read in memory. A byte order mark at the start is removed. If it is
     one of UTF-16 or UTF-32, it decides the encoding instead of UTF-8. All methods except `of` raise UsageError if the
-    bytes that they read are not text in the encoding, if UTF-16 or UTF-32 as the encoding has no byte order mark, or if
-    the whole text is white space.
+    bytes that they read are not text in the encoding, or if the whole text is white space. The encodings `utf-16` and
+    `utf-32` need a byte order mark.
 
     Args:
         encoding: a name that `check_encoding` has returned.
@@ -316,8 +316,8 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
         encoding: any of the names of the text's encoding.
 
     Raises:
-        UsageError: the encoding is unknown. Or the source is one that `open_source` refuses, is empty, is not text in
-            the encoding, or its text is too large to extract or cannot be extracted.
+        UsageError: the encoding is unknown, or `open_source` refuses the source. Or the source is empty, is not text in
+            the encoding, or is a PDF, DOCX or HTML file that is too large or whose text cannot be extracted.
         SparsekvError: reading failed, or extraction needs a library that is missing.
     """
     known = check_encoding(encoding)

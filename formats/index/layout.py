@@ -109,7 +109,7 @@ def _clusters(tensors: Tensors, middle: int) -> Faults:
     """Check clusters: each level's counts sum to `middle` tokens, parents are valid, and offsets match counts.
 
     Raises:
-        KeyError, ValueError: as `_levels`; or the tensor of a level's parents is missing.
+        KeyError, ValueError: as `_levels`.
     """
     faults = {}
     for level in range(_levels(tensors)):

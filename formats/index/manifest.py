@@ -52,7 +52,7 @@ def top_logits(logits: torch.Tensor) -> Probe:
 
 
 def difference(probe: Probe, logits: torch.Tensor) -> float:
-    """Compute the largest difference of logits [vocabulary] to a probe's, relative to the probe's largest magnitude.
+    """Compute the largest difference of logits [vocabulary] from a probe's, relative to the probe's largest magnitude.
 
     The result may be NaN. It is infinite if the probe has token ids beyond the vocabulary.
     """

@@ -80,7 +80,7 @@ class ArtifactWriter(BuildFolder):
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """Records of the files that this build wrote or reused, in this order. Waits until all of them are on disk.
+        """Records of this build's files, written or reused, in the order of the calls. Waits until all are on disk.
 
         Raises:
             ArtifactError: a file could not be written.

@@ -311,10 +311,7 @@ def _sentencepiece(reader: GGUFReader, tokens: list[str], types: list[int]) -> T
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    """Return the pre-tokenizer, which splits text before byte pairs are merged, by its name in GGUF files.
-
-    Raises UsageError for an unknown name.
-    """
+    """Return the pre-tokenizer, which splits text before merges, by its name in GGUF. Raises UsageError if unknown."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre in AS_GPT2:
         return whole

@@ -68,7 +68,9 @@ def stretchable(config: "PreTrainedConfig") -> bool:
 
 
 def stretch_for(config: "PreTrainedConfig", tokens: int, scaling: str | None) -> str:
-    """Return the option by which a model gets positions for a number of tokens; empty without a limit or plain RoPE.
+    """Return the option with which a model has positions for a number of tokens.
+
+    It is empty if the config has no limit of positions, or if `RopeScaling` cannot stretch the model.
 
     Args:
         scaling: the RoPE scaling with which the config was already stretched; None if it was not.

@@ -64,8 +64,8 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int
         The bytes of the states that the model's layers keep after any number of tokens.
 
     Raises:
-        SparsekvError: the model lacks tokens of the prompt, does not run over captured rows, has no layer with full
-            attention or layers of different sizes, or the logits differ by more than rounding explains.
+        SparsekvError: the model lacks tokens of the prompt or does not run over captured rows; its layers differ in
+            size or all have a sliding window; or the logits differ by more than rounding explains.
     """
     _check_ids(model, input_ids, name)
     ids = input_ids.repeat(-(-TOKENS // len(input_ids)))[:TOKENS].to(model.device)
@@ -198,7 +198,7 @@ class CanaryRun:
 
     @property
     def difference(self) -> float:
-        """Median over the tokens of the largest difference of `own`'s top logits, relative to the largest of them."""
+        """Median over the tokens of the largest difference at a top logit of `own`, relative to the largest logit."""
         found = [difference(top_logits(own), ours) for own, ours in zip(self.own, self.ours, strict=True)]
         return float(torch.tensor(found).median())
 

@@ -199,8 +199,8 @@ def attend_once(
     Args:
         query: [Hk, G, D].
         rows: keys and values [Hk, T, D] of segments without a mask or a bias.
-        centroids: centroids with their logits, which take part in the same softmax; without `rows`, `scales` and
-            `clusters`.
+        centroids: centroids with their logits, which take part in the same softmax. Their `rows`, `scales` and
+            `clusters` are None.
         sink_logits: [Hk, G].
 
     Returns:

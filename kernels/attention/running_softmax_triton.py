@@ -25,10 +25,7 @@ def add_tile(peak, total, output, logits, values):
 
 @triton.jit
 def store_partial(peaks, totals, outputs, part, parts, head, r, R, d, peak, total, output, D: tl.constexpr):
-    """Write a partial softmax of query rows `r`: largest logit, sum of exponentials, and output.
-
-    It is the result of program number `part` of the `parts` programs of a head.
-    """
+    """Write the partial softmax of query rows `r` (largest logit, sum of exponentials, output) by program `part`."""
     place = (head * parts + part) * R + r
     tl.store(peaks + place, peak, mask=r < R)
     tl.store(totals + place, total, mask=r < R)
@@ -129,7 +126,7 @@ def add_values(peak, total, first_output, second_output, logits, values, of_valu
     peak, weights, shrink = common.tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
     # SHIFT, which the conversion adds to int8 values, is subtracted from each value before the sum. A sum of values
-    # with SHIFT could be a thousand times as large as the sum of the values, which rounding would lose.
+    # with SHIFT could be a thousand times as large, and rounding would lose the sum of the values in it.
     first_values = shifted_back(first_of(values, EXACT), EXACT)
     second_values = shifted_back(second_of(values, EXACT), EXACT)
     weights = (weights * of_values[None, :]).to(first_values.dtype)

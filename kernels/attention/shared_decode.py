@@ -60,8 +60,8 @@ def shared_decode(
         exact: keys and values [Hk, E, D] that all tokens attend to. The rows of a head are contiguous; heads may have
             any stride.
         centroids: at most one set of centroids that all tokens attend to.
-        own: rows of each token's own sequence, for the B tokens. On a GPU the keys and values of `own`, of `runs` and
-            of `exact` have equal strides.
+        own: rows of each token's own sequence, for the B tokens. On a GPU, keys and values have equal strides within
+            `own`, within `runs` and within `exact`.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:

@@ -12,7 +12,7 @@ from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 class RunRows:
     """Chosen rows of keys and values [H, M, D], given as runs of neighbouring rows or as single rows.
 
-    Keys and values have equal strides on a GPU.
+    On a GPU, keys and values have equal strides.
     For runs, `starts` [H, R] int holds their first rows. `ends` [H, R] int32 holds the running sums of their lengths,
     which are at most `capacity`. For single rows, `starts` holds the row indices and `ends` is None. The first `used`
     [H] int32 indices are valid, or all if `used` is None.

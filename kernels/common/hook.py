@@ -152,7 +152,7 @@ def alone(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def all_alone() -> Iterator[None]:
-    """Lock all models on GPUs, and each on a CPU that has been in `alone`, for changes to the whole process."""
+    """Lock all models on GPUs, and those on CPUs that `alone` has ever locked, for changes to the whole process."""
     with ExitStack() as stack:
         for lock in (_opening, _on_gpu, *sorted(_locks.values(), key=id)):
             stack.enter_context(lock)
@@ -190,9 +190,9 @@ def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> It
     """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.
 
     The function itself must mask the keys after a query, and the keys before the call's `window`. The window is that of
-    the mask that transformers would have made. Threads with the same model wait for each other, because the name of the
-    attention implementation is set on the model. Without this wait, or within `calling_back`, a model call raises
-    RuntimeError.
+    the mask that transformers would have made. Threads that route the same model wait for each other, because the name
+    of the attention implementation is set on the model. A direct call of the model by another thread meanwhile, or
+    within `calling_back`, raises RuntimeError.
 
     Raises:
         UnsupportedAttentionError: `function` cannot reproduce the model's attention; raised before the layer attends.

@@ -90,7 +90,7 @@ def _window(
     *,
     use_vmap: bool,
 ) -> Measured:
-    """Return the window of a mask function of constants, evaluated over the config's positions, and at least `end`."""
+    """Return the window of a mask function of constants, evaluated over the config's positions, or `end` if more."""
     known = getattr(config, "max_position_embeddings", None) or 0
     positions = max(min(max(known, 2 * (local_size or 0), 64), MOST_POSITIONS), 2 ** (end - 1).bit_length())
     if (constants, positions) not in _windows:
