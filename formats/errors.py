@@ -73,7 +73,8 @@ _KINDS: dict[Any, tuple[type, str]] = {
 def check_type(name: str, value: object, annotation: Any) -> None:
     """Raise UsageError if a value is not of an annotation's type, one of bool, int, float and str, or None if allowed.
 
-    Any other annotation allows every value. numpy's numbers are numbers. The message begins with `name`.
+    Also raise UsageError for a number that is larger than every float, if a float is allowed. Any other annotation
+    allows every value. numpy's numbers are numbers. The message begins with `name`.
     """
     allowed = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if not set(allowed) <= {*_KINDS, type(None)} or (value is None and type(None) in allowed):

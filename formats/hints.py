@@ -26,7 +26,7 @@ def with_ending(path: Path, ending: str = ENDING) -> Path:
 
 
 def beside(folder: Path) -> Iterator[Path]:
-    """Yield the paths beside an index's folder whose index has this folder by default: manual.txt for manual.skv."""
+    """Yield the paths next to an index's folder that are indexed into it by default: manual.txt for manual.skv."""
     own = folder.parent / folder.stem
     yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
 
@@ -63,7 +63,7 @@ def build_hint(folder: Path) -> str:
 
 
 def first_build_hint() -> str:
-    """Return a hint how to build an index from the longest text in the current folder."""
+    """Return a hint how to build an index: from the longest text in the current folder, or else by reading the help."""
     texts = list(_texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)))
     if texts:
         return f"build one with {command('build-index', max(texts, key=lambda text: text.stat().st_size))}"

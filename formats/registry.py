@@ -90,7 +90,7 @@ _KINDS: tuple[Any, ...] = (int, float, str, bool)
 
 
 def check_options(source: str, kind: type) -> None:
-    """Raise UsageError if a field of a dataclass cannot be an option of commands, or if an option is no field.
+    """Raise UsageError if a class is no dataclass, a field cannot be an option, or an attribute has no annotation.
 
     Args:
         source: the entry and its package, as the beginning of the message.

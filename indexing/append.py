@@ -250,8 +250,8 @@ def growing_plan(
         chunk_size: tokens per forward pass of a dense prefill; None for the device's default.
 
     Raises:
-        ArtifactError: a file of the index is damaged, or from another version.
-        UsageError: the prefill was sparse, and `chunk_size` is not the index's.
+        ArtifactError: a file of the index is damaged, or this version cannot continue its prefill or a method.
+        UsageError: the prefill was sparse, and `chunk_size` is not the index's; or an error of `BuildPlan`.
     """
     for _ in artifact.verify():
         pass
@@ -359,7 +359,7 @@ def adding_plan(
 
     Raises:
         ArtifactError: another version prefilled the index in a way that this version does not know.
-        UsageError: the prefill was sparse, and `chunk_size` is not the index's.
+        UsageError: the prefill was sparse, and `chunk_size` is not the index's; or an error of `BuildPlan`.
     """
     manifest = artifact.manifest
     prompt = manifest.prompt

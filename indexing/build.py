@@ -47,7 +47,7 @@ from sparsekv.indexing.reuse import plan_reuse
 
 @dataclass(frozen=True)
 class MethodFiles:
-    """A method's files, one per layer, which a build has written or reused; `new`: it has written at least one."""
+    """A method's files, one per layer. `new` is True unless the build has reused all of them."""
 
     work: LayerWork
     new: bool
@@ -216,10 +216,10 @@ def build_index(
         ways_out: remedies for a folder that cannot be written; by default those of `build-index` or `append`.
 
     Raises:
-        SparsekvError: the keys and values do not fit the GPU.
+        SparsekvError: the keys and values do not fit the GPU; or any error of `build_context`.
         UsageError: the document does not fit the split or the model's positions.
-        ArtifactError: the folder cannot be written, is locked, is damaged, or holds another index than the one to
-            append to.
+        ArtifactError: the folder cannot be written, is locked, is damaged, holds data that would be lost without
+            `force`, or holds another index than the one to append to.
     """
     # The split is computed before anything is written, because it refuses a document that is too short or too long.
     split, team, (model, tokenizer) = plan.split(), team or Alone(), identify(plan.loaded)

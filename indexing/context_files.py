@@ -75,7 +75,8 @@ class ContextFacts:
     """Results of a prefill other than tensors: each layer's attention settings, probe, int8 storage error and canary.
 
     `layers` has the layers that attend. The probe is the model's top logits at the last prompt token, and the canary
-    those at earlier tokens. The canary is empty if an earlier version of sparsekv began the build.
+    those at earlier tokens. The canary is empty if an earlier version of sparsekv began the build, or if
+    `canary_positions` has only the last token.
     """
 
     layers: dict[int, LayerFacts]
@@ -184,7 +185,7 @@ class ContextFiles:
     errors: list[float] = field(default_factory=list)
 
     def write(self, layer: int, rows: Pair, queries: Tensors, facts: LayerFacts) -> None:
-        """Write a layer's missing files, and measure the error of int8 storage against its unquantised rows.
+        """Write a layer's missing files. Measure the error of int8 storage unless rows are taken over.
 
         Args:
             rows: keys and values [Hk, N, D].

@@ -88,6 +88,8 @@ def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
         SparsekvError: the model cannot be indexed; or keys, values, queries or logits are not finite; or the model's
             own attention over the stored rows differs from sparsekv's.
         IdentityError: other weights made the rows of the earlier index that are reused.
+        UsageError: a method cannot be built for a layer's RoPE.
+        ArtifactError: files cannot be written, the disk lacks space, or a reused state does not fit the model.
     """
     if reuse.facts is not None and reuse.is_complete:
         return _with_canary(build, reuse.facts)

@@ -42,7 +42,7 @@ def share_that_stays(before: torch.Tensor, after: torch.Tensor) -> float:
 
 
 def is_cut(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether the later text is a prefix of the earlier text, except for its last RUN tokens, where it was cut."""
+    """Whether the later text was cut: without its last RUN tokens, it is the beginning of the earlier text."""
     kept = len(after) - RUN
     return 0 < kept < len(before) and torch.equal(before[:kept], after[:kept])
 
@@ -230,7 +230,7 @@ def with_lost_methods(build: Build) -> Build:
 
     A build that replaces keys and values would lose all methods of the index. A build that keeps keys and values would
     lose the methods with a missing file. If its own methods need a sample of queries, it would also lose all methods
-    that were built from a sample.
+    that were built from a sample. Methods that are not installed are not added.
 
     Raises:
         ArtifactError: this version cannot build one of the methods with its old parameters.

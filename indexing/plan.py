@@ -129,8 +129,9 @@ Progress = Callable[[str, int, int], None]
 CHUNK, CHUNK_ON_A_CPU, CHUNK_ON_A_GPU = 512, 2048, 8192
 LAYERS = ATTENDING | KEEPING | BOTH | NEITHER
 LEAST_SINKS, LEAST_TAIL = 1, 2
-MOST_CHUNKS = 2  # a chunk grows with the GPUs up to this factor: more were not measured, and each GPU holds the hidden
-# states of all tokens of a chunk
+# A chunk grows with the number of GPUs, at most by this factor. Larger factors were not measured, and each GPU holds
+# the hidden states of all tokens of a chunk.
+MOST_CHUNKS = 2
 
 
 def most_tokens(positions: int) -> int:
@@ -282,7 +283,8 @@ class BuildPlan:
     """All inputs that determine the content of an index: model, prompt and settings.
 
     Raises:
-        UsageError: the model or its RoPE cannot be indexed, or a method cannot be built for its heads.
+        UsageError: the model or its RoPE cannot be indexed, a method cannot be built for its heads, or its layers do
+            not allow the prefill or `checkpoints`.
     """
 
     loaded: LoadedModel

@@ -135,7 +135,7 @@ def shared_tokens(earlier: EarlierIndex, input_ids: torch.Tensor) -> int:
 
 
 def _last_shared_state(build: Build, earlier: EarlierIndex, positions: torch.Tensor, missing: AbstractSet[str]) -> int:
-    """Return the largest number of tokens that both prompts have in common and after which the index stores the state.
+    """Return the largest number of common first tokens of both prompts after which the index stores the state, or 0.
 
     All later tokens are prefilled. These include all tokens whose queries or states the index lacks, and at least one
     token of both prompts, by which `compare_state` checks the stored state.

@@ -211,7 +211,7 @@ class Ranks:
                 dist.send(_bytes(tensor.contiguous()), 0)
 
     def take(self) -> Iterator[Tensors]:
-        """Yield the tensors that each other rank sends by `give`, in rank order. The iterator must be exhausted."""
+        """Yield the tensors of each other rank that sends any by `give`, in rank order. Exhaust the iterator."""
         forms: list[dict[str, TensorForm] | None] = self.collect(None)
         for number, given in enumerate(forms):
             if given is not None:
@@ -276,5 +276,5 @@ def is_first_to_tell(place: Place) -> bool:
 
 
 def is_lost_rank(errors: Sequence[BaseException]) -> bool:
-    """Whether an error or one of its causes means that another rank has ended or no longer answers."""
+    """Whether one of these errors (an error and its causes) means that another rank has ended or does not answer."""
     return any(isinstance(one, RuntimeError) and any(part in str(one) for part in _LOST) for one in errors)

@@ -51,7 +51,7 @@ def find_border(
     """Split a text's token ids: return the leading ids that no sample of following text changes, and the border there.
 
     The border's `held` is the rest of the text, which is tokenised together with the following text. Its `lead` is the
-    text before that. All ids are returned if the text cannot be split within its last 4,096 characters.
+    end of the text before `held`. All ids are returned if the text cannot be split within its last 4,096 characters.
 
     Args:
         ids: the token ids of the text.
@@ -134,7 +134,8 @@ def encode_more(
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Returns:
-        The token ids, and the chat frame and border of later questions.
+        The token ids without those of the new border's `held`, and the chat frame and border of later questions. The
+        new border is None if `border` is None.
 
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.

@@ -144,7 +144,8 @@ class Document:
 
     `first` and `whole` keep the pieces that they read in memory. A byte order mark at the start is removed. If it is
     one of UTF-16 or UTF-32, it decides the encoding instead of UTF-8. All methods except `of` raise UsageError if the
-    bytes that they read are not text in the encoding, or if the whole text is white space.
+    bytes that they read are not text in the encoding, or if the whole text is white space. The encodings `utf-16` and
+    `utf-32` need a byte order mark.
 
     Args:
         encoding: a name that `check_encoding` has returned.
@@ -277,7 +278,7 @@ def decode_text(data: bytes, name: str) -> str:
     """Decode a whole text from UTF-8, or from UTF-16 or UTF-32 with a byte order mark. The mark is removed.
 
     Raises:
-        UsageError: the bytes are not text in that encoding.
+        UsageError: the bytes are not text in that encoding, or contain a zero character.
     """
     encoding = marked_encoding(data)
     try:
@@ -315,9 +316,9 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
         encoding: any of the names of the text's encoding.
 
     Raises:
-        UsageError: the encoding is unknown. Or the source does not exist, is a folder, is not readable, is empty, or is
-            not text in the encoding.
-        SparsekvError: reading failed, or the text cannot be extracted.
+        UsageError: the encoding is unknown, or `open_source` refuses the source. Or the source is empty, is not text in
+            the encoding, or is a PDF, DOCX or HTML file that is too large or whose text cannot be extracted.
+        SparsekvError: reading failed, or extraction needs a library that is missing.
     """
     known = check_encoding(encoding)
     if (kind := extracted.kind_of(source)) is not None:

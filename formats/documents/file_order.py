@@ -32,7 +32,7 @@ def in_order(sources: SourceTexts, order: FileOrder, known: Sequence[KnownFile])
     - stable: the earlier version's files in their earlier order, then new files by path.
     - changed-last: the leading files of the earlier version up to the first that has changed or is gone, in their
       earlier order. All other files follow by their number of changes, fewest first; ties are in the order of `stable`.
-      A new file is among those that changed once.
+      A new file counts as changed once.
 
     Args:
         sources: the files, ordered by path.

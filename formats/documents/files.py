@@ -78,7 +78,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class SourceText:
-    """A file of a document: its path, its text with the first character of each page, and the sha256 of its bytes.
+    """A file of a document: its path, its text, the index of each page's first character, and the sha256 of its bytes.
 
     `text` is without the file's leading blank lines and trailing white space. `first_line` is the number of the line at
     which `text` begins, counted from 1.
@@ -140,7 +140,7 @@ class SourceTexts:
         return f"encodings detected: {', '.join(parts)}" if self.detected else ""
 
     def told_gone(self, before: Mapping[str, str]) -> str:
-        """Return the paths of an earlier version that have no text in this one, with the reasons; empty if there are
+        """Return the first paths of an earlier version that have no text in this one, with reasons; empty if there are
         none.
 
         Args:
@@ -286,7 +286,7 @@ class _Reader:
         return texts
 
     def read_named(self, name: str) -> None:
-        """Read a file that the user named itself. Raises UsageError if the file does not exist."""
+        """Read a file that the user named itself. Raises UsageError if it does not exist, or as `_read` does."""
         try:
             kind = os.stat(name).st_mode
         except (OSError, ValueError):
@@ -300,7 +300,7 @@ class _Reader:
         """Read the files of a folder and its subfolders; with a pattern, only matching files.
 
         Raises:
-            UsageError: the folder cannot be read, or has too many files.
+            UsageError: the folder cannot be read, or has too many files or too much text.
         """
         try:
             descriptor = os.open(folder, _FLAGS | os.O_DIRECTORY)
@@ -415,6 +415,9 @@ class _Reader:
             shown: the path in messages.
             path: the absolute path.
             opener: opens the file, and returns its descriptor.
+
+        Raises:
+            UsageError: the files that were read so far have too much text.
         """
         self.chosen += 1
         if path in self._texts:

@@ -127,7 +127,7 @@ def encode_prompt(
     max_tokens: int | None = None,
     special_tokens: bool = False,
 ) -> FixedPrompt:
-    """Tokenise the fixed prompt: the chat template's text before the document, then `max_tokens` document tokens.
+    """Tokenise the fixed prompt: the chat template's text before the document, then the document's tokens.
 
     Args:
         text: the document. If it is cut, a `Document` keeps in memory only as much text as these tokens need.
@@ -138,8 +138,9 @@ def encode_prompt(
         special_tokens: special tokens in the document keep their meaning; otherwise they are plain text.
 
     Raises:
-        UsageError: the model's chat template cannot be used.
-        SparsekvError: the document is not text, or its special tokens cannot be read as plain text.
+        UsageError: the model's chat template cannot be used, or the document is not text. Or the document has several
+            files or has pages, and the tokenizer does not report where tokens begin.
+        SparsekvError: the document cannot be read, or its special tokens cannot be read as plain text.
     """
     chat = None if raw else chat_frame(tokenizer, before)
     head = Trusted("" if chat is None else chat.before)
@@ -259,7 +260,8 @@ def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str
     parts = [Trusted(frame.before), shown, Trusted(frame.after)]
     whole = encode_text(tokenizer, *parts, special_tokens=prompt.special_tokens).ids
     ours = prompt.input_ids.tolist() + encode_question(tokenizer, prompt.border, frame, question)
-    # A Unigram tokenizer may order pieces of equal total score differently, as decided by rounding.
+    # The order of tokens is ignored: a Unigram tokenizer scores two orders of the same pieces equally, and rounding
+    # decides which of them it returns.
     if sorted(whole) == sorted(ours):
         return ""
     return "the tokens where the text ends and a question begins are not those of the model's chat template"

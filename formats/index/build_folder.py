@@ -70,7 +70,8 @@ class BuildFolder:
         ways_out: remedies that error messages suggest.
 
     Raises:
-        ArtifactError: the folder cannot be written, is not an index of sparsekv, or another build has its lock.
+        ArtifactError: the folder cannot be written, is not an index of sparsekv, or another build has its lock. Without
+            `force`, also if its manifest is damaged or from a newer version.
     """
 
     def __init__(self, folder: Path, *, force: bool = False, ways_out: WaysOut | None = None):
@@ -109,7 +110,7 @@ class BuildFolder:
 
     @property
     def kept_note(self) -> PrefillNote | None:
-        """The journal's note on the prefill of an interrupted build; None if there is no note."""
+        """The journal's note on the prefill of an interrupted build; None if there is no note, or it is damaged."""
         return prefill_note(self.notes.get(NOTE))
 
     def forget_prefill(self) -> None:

@@ -98,7 +98,7 @@ def restore(
 
 def _channels(keys: torch.Tensor) -> dict[str, torch.Tensor]:
     """Compute channel_scales and channel_offsets [Hk, D] of keys [Hk, N, D]."""
-    # Without tokens there is no range, so a single zero key stands in.
+    # Without tokens there is no range, so that of a single zero key is used.
     low, high = (keys if keys.shape[1] else keys.new_zeros(len(keys), 1, keys.shape[2])).aminmax(dim=1)
     low, high = low.float(), high.float()
     offsets = _bfloat16(low / 2 + high / 2)

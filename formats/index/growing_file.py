@@ -277,10 +277,10 @@ class GrowingFile(GrowingPart):
             file.write(self._header, 0)
 
     def finish(self, path: str, recipe: str, remote_sum: RemoteSum | None = None) -> FileRecord:
-        """Wait until all rows are written, give the file its name, and return its record. Raises OSError if it fails.
+        """Wait until all rows are written, give the file its name, and return its record.
 
         The file is read back to compute its sha256, usually from the page cache. Other processes must have finished
-        writing their heads.
+        writing their heads. Raises OSError if anything fails; the file is then removed.
 
         Args:
             remote_sum: returns the sha256 if another process computes it.

@@ -39,7 +39,8 @@ def not_finite(tensors: Tensors) -> str | None:
 def check_values(tensors: Tensors, split: Split, what: str) -> None:
     """Raise ArtifactError if the values of a method's tensors of one layer are invalid.
 
-    Values are invalid if an index is out of bounds, the cluster structure is inconsistent, or a number is not finite.
+    Values are invalid if an index is out of bounds, a number is not finite, or the clusters are inconsistent or lack a
+    tensor.
 
     Args:
         tensors: tensors with the shapes that this module requires, on the device that will use them. Token positions
@@ -108,7 +109,7 @@ def _clusters(tensors: Tensors, middle: int) -> Faults:
     """Check clusters: each level's counts sum to `middle` tokens, parents are valid, and offsets match counts.
 
     Raises:
-        KeyError: a level or one of its tensors is missing.
+        KeyError, ValueError: as `_levels`.
     """
     faults = {}
     for level in range(_levels(tensors)):
@@ -277,7 +278,7 @@ def check_names(manifest: Manifest, folder: Path) -> None:
 
 
 def check_layout(manifest: Manifest, folder: Path) -> None:
-    """Raise ArtifactError if a manifest lacks files, or the shapes and dtypes of its tensors contradict each other.
+    """Raise ArtifactError if a manifest lacks files or contradicts itself, as in the shapes and dtypes of its tensors.
 
     Tensors whose names this module does not list are not checked; methods of other packages may have them.
     """

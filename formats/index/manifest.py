@@ -52,7 +52,7 @@ def top_logits(logits: torch.Tensor) -> Probe:
 
 
 def difference(probe: Probe, logits: torch.Tensor) -> float:
-    """Compute the largest difference between logits [vocabulary] and a probe's, relative to the probe's largest logit.
+    """Compute the largest difference of logits [vocabulary] from a probe's, relative to the probe's largest magnitude.
 
     The result may be NaN. It is infinite if the probe has token ids beyond the vocabulary.
     """
@@ -217,8 +217,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read and check the manifest of the index in a folder.
 
     Raises:
-        ArtifactError: the folder is no index, is unfinished, was written by a newer version, is damaged or cannot be
-            read.
+        MissingIndexError: the folder does not exist or is no index.
+        ArtifactError: the index is unfinished, was written by a newer version, is damaged or cannot be read.
     """
     return manifest_in(open_folder(path))
 
@@ -320,7 +320,8 @@ def write_defaults(folder: Path, base: Manifest, defaults: Defaults | None) -> M
         The sealed manifest.
 
     Raises:
-        ArtifactError: the index is gone, was replaced, is being built by another process, or cannot be written.
+        ArtifactError: the index is gone or damaged, was replaced, is being built by another process, or cannot be
+            written.
     """
     opened = open_folder(folder)
     manifest_in(opened)  # checked before the lock, which would create its file even in a folder that is no index

@@ -34,7 +34,8 @@ class Snapshot:
 
     Raises:
         ArtifactError: there is no index, or it is unfinished, damaged or from a newer version. Or a file is missing,
-            has a wrong size, is no regular file, or cannot be read.
+            has a wrong size, is no regular file, or cannot be read. Or the process may not open as many files, or
+            other processes keep replacing the index.
     """
 
     def __init__(self, path: Path, *, mending: bool = False):
@@ -180,8 +181,7 @@ class Artifact:
         mending: files of methods may be missing, for a build that makes them again and does not read them.
 
     Raises:
-        ArtifactError: there is no index, or it is unfinished, damaged, unreadable or from a newer version. Or a file is
-            missing or has a wrong size.
+        ArtifactError: as `Snapshot`; or the manifest contradicts itself.
     """
 
     def __init__(self, folder: Path, *, thorough: bool = False, mending: bool = False):
@@ -215,7 +215,7 @@ class Artifact:
         On a CPU they are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
 
         Raises:
-            ArtifactError: the file does not match the manifest, or has numbers that are not finite.
+            ArtifactError: the file cannot be read, does not match the manifest, or has numbers that are not finite.
         """
         what, first = self._named(name), name not in self._checked
         try:

@@ -80,7 +80,7 @@ class ArtifactWriter(BuildFolder):
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """Records of the files that this build wrote or reused, in order. Waits until all of them are on disk.
+        """Records of this build's files, written or reused, in the order of the calls. Waits until all are on disk.
 
         Raises:
             ArtifactError: a file could not be written.
@@ -96,7 +96,7 @@ class ArtifactWriter(BuildFolder):
 
         Args:
             recipe: the hash of everything that determines the file's content, except the files in `of`.
-            of: files of this build from which the file is made. If this build writes one of them, it is not reused.
+            of: files of this build from which the file is made. If one of them is new, the file is not reused.
         """
         return self._new.isdisjoint(of) and self.reuse_all({name: self._whole_recipe(recipe, of)})
 
@@ -162,7 +162,7 @@ class ArtifactWriter(BuildFolder):
     ) -> KeptPrefill | None:
         """Read the complete chunks of an interrupted prefill. `write_rows` then adds the next chunks to the same files.
 
-        Returns None if a chunk is damaged; all chunks are then removed.
+        Returns None if a chunk is damaged or cannot be read; all chunks are then removed.
 
         Args:
             note: the journal's note on the prefill.

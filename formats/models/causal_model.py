@@ -117,6 +117,7 @@ def causal_model(
     Raises:
         UsageError: the model cannot be divided among the ranks.
         SparsekvError: the weights are damaged, incomplete or larger than the device's memory.
+        OSError: a file of weights cannot be opened, as without permission.
     """
     for weights in folder.glob("*.safetensors"):
         # Raises a permission error here; safetensors would report a missing file instead.

@@ -91,9 +91,9 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
     path, a folder with one GGUF file and no config.json, or `org/name:FILE.gguf` for a file on the hub.
 
     Raises:
-        UsageError: the model does not exist, the name is a file that is no GGUF file, or a folder has neither a
-            config.json nor exactly one GGUF file.
-        SparsekvError: a download failed, or the folder cannot be read.
+        UsageError: the model does not exist, the name is a file that is no GGUF file, a folder has neither a
+            config.json nor exactly one GGUF file, or a GGUF file cannot be converted.
+        SparsekvError: a download failed, the folder cannot be read, or a conversion lacks space or memory.
     """
     if name == EMBEDDED:
         return pull_embedded(progress), name, None
@@ -149,8 +149,8 @@ def local_folder(name: str, progress: Progress = lambda text: None) -> Path:
     """Return the folder of a model that is on this machine, without a download. A GGUF file is converted if needed.
 
     Raises:
-        UsageError: the model is not on this machine.
-        SparsekvError: the embedded model is not in the cache.
+        UsageError: the model is not on this machine, or as `find_model`.
+        SparsekvError: the embedded model is not in the cache, or as `find_model`.
     """
     if name == EMBEDDED and damaged_files(embedded_path(), full=False):
         raise SparsekvError(f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`")

@@ -69,7 +69,7 @@ def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
 
     Raises:
         UsageError: the file is no GGUF file, or has content that cannot be converted correctly.
-        SparsekvError: disk space or permission is missing.
+        SparsekvError: disk space, memory or permission is missing.
     """
     folder = cache_root() / "models" / "gguf" / f"{path.stem}-{_checksum(path, name)[:16]}"
     return whole_folder(folder, lambda folder, damaged: _make(path, name, folder, progress))
@@ -155,7 +155,8 @@ def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
     Allocates the weights twice.
 
     Raises:
-        UsageError: transformers' reader would ignore a part of the file, or the file's tokenizer is unknown.
+        UsageError: the file is one of several parts, transformers' reader would ignore a part of it, or its tokenizer
+            is missing or unknown.
     """
     reader = reader or GGUFReader(path)
     if int(_one(reader, "split.count", 1)) > 1:
@@ -236,7 +237,7 @@ def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     changes between releases. An index is bound to its tokenizer, so the tokenizer must be the same on every machine.
 
     Raises:
-        UsageError: the file has no tokenizer, or the tokenizer's way of splitting text is unknown.
+        UsageError: the file has no tokenizer, or one whose kind or way of splitting text is unknown.
     """
     _tokenizer_found(reader)
     kind, template = _one(reader, "tokenizer.ggml.model", None), _one(reader, "tokenizer.chat_template", None)
@@ -310,7 +311,7 @@ def _sentencepiece(reader: GGUFReader, tokens: list[str], types: list[int]) -> T
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    """Return the pre-tokenizer with this name in GGUF files. It splits text before byte pairs are merged."""
+    """Return the pre-tokenizer, which splits text before merges, by its name in GGUF. Raises UsageError if unknown."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre in AS_GPT2:
         return whole

@@ -60,8 +60,8 @@ class TokenizerFiles:
         Call this method after the tokenizer is loaded, so that changed files are noticed.
 
         Returns:
-            The hash. None if a file cannot be read, the files have more than `MOST_TOKENIZER_BYTES` bytes in all, or a
-            file has changed since the snapshot.
+            The hash. None if there are no files, a file cannot be read, the files have more than `MOST_TOKENIZER_BYTES`
+            bytes in all, or a file has changed since the snapshot.
         """
         import tokenizers
         import transformers
@@ -191,9 +191,10 @@ def load_model(
         ranks: number of processes that each load a part of the model.
 
     Raises:
-        UsageError: the model, device, dtype or scaling is unknown, the model has no tokenizer or is not a causal
-            language model, or the model cannot be divided among the ranks.
-        SparsekvError: the weights are damaged, incomplete or larger than the device's memory.
+        UsageError: the model, device, dtype or scaling is unknown. Or the model has no tokenizer, is not a causal
+            language model, needs a library that is missing, or cannot be scaled or divided among the ranks.
+        SparsekvError: a download failed, or the weights are damaged, incomplete or larger than the device's memory.
+        OSError: a file of weights cannot be opened, as without permission.
     """
     from sparsekv.formats.models.causal_model import causal_model, mapped_weights
     from sparsekv.formats.models.quantised import QuantisedCheckpoint, load_quantised

@@ -31,7 +31,7 @@ class QuantisedCheckpoint:
     Attributes:
         folder: the folder of config.json and the weights.
         settings: `quantization_config` as in config.json.
-        dtype: the dtype of the computation in the checkpoint's config, or bfloat16 if the config has none.
+        dtype: the config's dtype, in which the model computes; bfloat16 if the config has none.
     """
 
     folder: Path
@@ -111,6 +111,7 @@ def load_quantised(checkpoint: QuantisedCheckpoint, name: str, load: Callable[[]
 
     Raises:
         SparsekvError: the model does not run on its device in its dtype.
+        MemoryError, torch.OutOfMemoryError: memory ran out in the forward pass.
     """
     # Progress bars of compressed-tensors go to stderr, and no setting turns them off.
     with contextlib.redirect_stderr(io.StringIO()):

@@ -68,7 +68,9 @@ def stretchable(config: "PreTrainedConfig") -> bool:
 
 
 def stretch_for(config: "PreTrainedConfig", tokens: int, scaling: str | None) -> str:
-    """Return the option by which a model has positions for a number of tokens; empty if it cannot be stretched.
+    """Return the option with which a model has positions for a number of tokens.
+
+    It is empty if the config has no limit of positions, or if `RopeScaling` cannot stretch the model.
 
     Args:
         scaling: the RoPE scaling with which the config was already stretched; None if it was not.
@@ -124,7 +126,7 @@ class RopeScaling:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `yarn:F` or `dynamic:F` with a finite F above 1. Raises UsageError for any other text."""
+        """Parse `yarn:F` or `dynamic:F` with F above 1, at most `MOST_STRETCHED`. Raises UsageError for other texts."""
         kind, _, number = text.partition(":")
         try:
             factor = float(number)

@@ -64,7 +64,8 @@ def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int
         The bytes of the states that the model's layers keep after any number of tokens.
 
     Raises:
-        SparsekvError: the model lacks tokens of the prompt, or the logits differ by more than rounding explains.
+        SparsekvError: the model lacks tokens of the prompt or does not run over captured rows; its layers differ in
+            size or all have a sliding window; or the logits differ by more than rounding explains.
     """
     _check_ids(model, input_ids, name)
     ids = input_ids.repeat(-(-TOKENS // len(input_ids)))[:TOKENS].to(model.device)
@@ -197,7 +198,7 @@ class CanaryRun:
 
     @property
     def difference(self) -> float:
-        """Median over the tokens of the difference of their logits, relative to the token's largest logit."""
+        """Median over the tokens of the largest difference at a top logit of `own`, relative to the largest logit."""
         found = [difference(top_logits(own), ours) for own, ours in zip(self.own, self.ours, strict=True)]
         return float(torch.tensor(found).median())
 

@@ -360,7 +360,8 @@ def capture(
         tail: R, the number of last queries to keep.
         positions: [P] int64, ascending: positions of the query sample.
         chunk_size: tokens per forward pass. Apart from rounding, the result of a dense prefill does not depend on this
-            number. If the model's RoPE depends on the sequence's length, the whole prompt runs in one pass.
+            number. If the model's RoPE depends on the sequence's length, the whole prompt is one chunk, and `begun` and
+            the prefix are ignored.
         prefill: the attention of chunks; dense by default. With a sparse prefill, the last token runs separately, with
             dense attention.
         sinks: number of first tokens that every chunk of a sparse prefill attends to.

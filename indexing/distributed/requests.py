@@ -152,7 +152,7 @@ class ShareFiles:
 
 @dataclass(frozen=True)
 class CheckNumbers:
-    """Request to reply whether all captured numbers are finite."""
+    """Request to reply with the name of a captured tensor that is not finite, or None if all are finite."""
 
 
 @dataclass(frozen=True)

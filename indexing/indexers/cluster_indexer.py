@@ -103,7 +103,7 @@ def share_cores(
 def split_blocks(tensors: Tensors) -> list[Tensors]:
     """Split tensors that `join_blocks` has joined into the tensors of each block.
 
-    In each block clusters are numbered from 0. The result has no token_offsets.
+    In each block clusters are numbered from 0. A block has only the levels' tensors and token_order.
 
     Args:
         tensors: the tensors that `join_blocks` returns, and block_offsets [blocks + 1].

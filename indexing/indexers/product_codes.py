@@ -97,10 +97,11 @@ SHRINK = 0.3  # shrinkage of the queries' second moments to isotropy, because a 
 
 
 def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: torch.Tensor) -> torch.Tensor:
-    """Fit the matrix [Hk, D, D] float16 by which queries are multiplied before keys are quantised.
+    """Fit the matrix [Hk, D, D] float16 by which queries are multiplied for their products with quantised keys.
 
-    Keys are multiplied by `key_turn` of this matrix, so that products of queries and keys do not change. The matrix is
-    such that quantisation errors of the keys change these products least. Allocates three float32 copies of the keys.
+    Before the quantisation, keys are multiplied by `key_turn` of this matrix, and so the products do not change. The
+    matrix is such that quantisation errors of the keys change the products least. Allocates three float32 copies of the
+    keys.
 
     Args:
         keys: [Hk, M, D].

@@ -75,9 +75,9 @@ class CodesIndexer(MultipoleIndexer):
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build the clusters' tensors, the codes, and the clusters' fitted masses and values.
 
-        Besides the clusters' tensors, these are query_turn [Hk, D, D] and codebooks [Hk, m, C, D / m] float16, codes
-        [Hk, M, m] uint8, rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four times in
-        float32.
+        Besides the tensors of C clusters, these are query_turn [Hk, D, D] and codebooks [Hk, m, 256 or fewer, D / m]
+        float16, codes [Hk, M, m] uint8, rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four
+        times in float32.
         """
         clusters = super().build_layer(layer)
         return clusters | self._coded_and_rest(layer, clusters)

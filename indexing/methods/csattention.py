@@ -78,7 +78,7 @@ class CSAttentionIndexer(Indexer):
         one head, for the R queries at FITTED_POSITIONS positions to which the subspaces' weights are fitted.
 
         Raises:
-            UsageError: a head does not divide into subspaces, or the layer's pairs of RoPE channels are not known.
+            UsageError: a head does not divide into subspaces, or the layer's RoPE pairs are unknown or would be split.
         """
         assert layer.queries is not None
         channels = self._channels(layer).to(layer.keys.device)

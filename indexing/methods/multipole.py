@@ -80,7 +80,7 @@ class MultipoleIndexer(ClusterIndexer):
         return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
 
     def _together(self, keys: torch.Tensor) -> int:
-        """Return the number of tokens of the blocks that are clustered together; on a CPU, those of one block."""
+        """Return the maximum number of tokens of blocks that are clustered together; on a CPU, that of one block."""
         return min(AT_ONCE * self.block, MOST_TOKENS) if keys.is_cuda else self.block
 
     def _cluster_blocks(self, layer: LayerInput, offsets: list[int]) -> Iterator[Tensors]:

@@ -54,7 +54,7 @@ def choose_prefill(name: str) -> type[Prefill]:
 @prefills.register("dense")
 @dataclass(frozen=True)
 class DensePrefill(Prefill):
-    """Every token attends to all earlier tokens."""
+    """Every token attends to itself and to all earlier tokens, or to those within the layer's sliding window."""
 
     exact: ClassVar[bool] = True
 

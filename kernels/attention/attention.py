@@ -14,7 +14,7 @@ def takes_chunk(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
     """Whether `chunk_causal` supports these tensors.
 
     `chunk_causal` needs CPU tensors with a contiguous last axis, and queries that are not float64. Queries and values
-    must have the same number of channels. Torch's kernel does not check this.
+    must have the same number of channels, which torch's kernel does not check.
     """
     rows = query, keys, values
     alike = query.shape[-1] == values.shape[-1] and query.dtype != torch.float64
@@ -199,7 +199,8 @@ def attend_once(
     Args:
         query: [Hk, G, D].
         rows: keys and values [Hk, T, D] of segments without a mask or a bias.
-        centroids: centroids with their logits; they take part in the same softmax.
+        centroids: centroids with their logits, which take part in the same softmax. Their `rows`, `scales` and
+            `clusters` are None.
         sink_logits: [Hk, G].
 
     Returns:
@@ -247,6 +248,7 @@ def causal_attention(
     Args:
         query: [Hq, Q, D].
         keys, values: [Hk, T, D].
+        window: number of keys up to its own that a query attends to; None: all keys up to its own.
         sink_logits: [Hq].
 
     Returns:

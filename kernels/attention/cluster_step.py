@@ -86,8 +86,8 @@ class CompiledStep:
     ) -> Self | None:
         """Build the compiled step of the numba module `name`.
 
-        Return None if the module cannot be compiled, or if a tensor has another dtype than `dtypes` gives, is not
-        contiguous or is not on the CPU.
+        Return None if `compiled_kernels` does, or if a tensor has another dtype than `dtypes` gives, is not contiguous
+        or is not on the CPU.
         """
         there = [(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True) if tensor is not None]
         if not all(tensor.dtype == dtype and tensor.is_contiguous() and tensor.is_cpu for tensor, dtype in there):
@@ -107,7 +107,7 @@ class CompiledStep:
     ) -> torch.Tensor:
         """Choose rows and attend to them; the arguments are those of `attend_to_best` without the layer.
 
-        All tensors are float32, except the sink logits. The rows of a head are contiguous.
+        All tensors are float32, except that the sink logits may have any dtype. The rows of a head are contiguous.
         """
         query, (keys, values), (exact_keys, exact_values) = query.contiguous(), rows, exact
         sinks, output = None if sink_logits is None else sink_logits.float().contiguous(), torch.empty_like(query)

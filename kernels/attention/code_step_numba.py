@@ -246,7 +246,7 @@ def add_products(parts, codes, number, table, logits):
 def cap(numbers, count, softcap):
     """Replace `count` numbers by softcap * tanh(number / softcap).
 
-    `exp_of` computes the exponential by a polynomial, because a library call would not be vectorised.
+    tanh is computed from `exp_of`, because a library call would not be vectorised.
     """
     for i in range(count):
         shrunk = exp_of(np.float32(-2) * abs(numbers[i] / softcap))
@@ -281,9 +281,9 @@ def log_total(logits, masses, sink):
 def add_probabilities(logits, totals, sums, scores, first, number):
     """Add the probabilities of `number` keys to `scores`, from index `first` on; NaN scores become 0.
 
-    A key's probabilities are computed from its logits, of [number * LANES], and the query heads' log-sum-exps [LANES].
-    The probabilities of LANES query heads are summed in `sums`, a buffer for `number` values. Without a separate
-    buffer, the compiler would not vectorise these sums of values with stride 4.
+    The logits are [number * LANES], those of LANES query heads for each key. `totals` [LANES] are the query heads'
+    log-sum-exps. The probabilities of a key's query heads are summed in `sums`, a buffer for `number` values. Without
+    this buffer, the compiler would not vectorise these sums of values with stride 4.
     """
     one, two, three, four = totals[0], totals[1], totals[2], totals[3]
     for key in range(number):

@@ -276,7 +276,8 @@ def decode_attention_triton(
     C, S = 0 if plain is None else values.shape[1], 0 if listed is None else listed_logits.shape[2]
     form = IN_HALF_PRECISION if runs.scales is None else IN_8_BITS
     stand_scales = None if plain is None else plain.scales
-    assert stand_scales is None or runs.scales is not None  # int8 values are accumulated in the unit of int8 rows
+    # Values of int8 centroids are accumulated in the unit of the int8 rows (`RowScales.units`).
+    assert stand_scales is None or runs.scales is not None
     clusters = None if plain is None else plain.clusters
     of_counts, of_taken = (query, query) if clusters is None else (clusters.counts, clusters.taken)
     short_fifths, stand_fifths = form.weighed_fifths if clusters else (form.plain_fifths, form.plain_fifths)

@@ -43,7 +43,7 @@ def largest_of(numbers, start, stop, most):
 
 @njit(**SUMS)
 def exponents(numbers, start, stop, largest):
-    """Replace each number by exp(number - largest); return the sum."""
+    """Replace numbers[start : stop] by exp(number - largest); return their sum."""
     total = np.float32(0)
     for i in range(start, stop):
         numbers[i] = exp_of(numbers[i] - largest)

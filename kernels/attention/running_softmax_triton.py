@@ -25,7 +25,7 @@ def add_tile(peak, total, output, logits, values):
 
 @triton.jit
 def store_partial(peaks, totals, outputs, part, parts, head, r, R, d, peak, total, output, D: tl.constexpr):
-    """Write the partial softmax of query rows `r` that program number `part` of the `parts` of a head computed."""
+    """Write the partial softmax of query rows `r` (largest logit, sum of exponentials, output) by program `part`."""
     place = (head * parts + part) * R + r
     tl.store(peaks + place, peak, mask=r < R)
     tl.store(totals + place, total, mask=r < R)
@@ -76,7 +76,7 @@ def merge(
     merged: torch.Tensor,
     columns: int,
 ) -> None:
-    """Merge partial softmaxes into the output `merged` [H, G, B, D]; each program writes `columns` columns.
+    """Merge partial softmaxes into the output `merged` [H, G, B, D]; each program writes `columns` channels.
 
     Args:
         peaks, totals: [H, parts, B G] float32, contiguous, as `store_partial` writes them.
@@ -126,7 +126,7 @@ def add_values(peak, total, first_output, second_output, logits, values, of_valu
     peak, weights, shrink = common.tile_weights(peak, logits)
     total = total * shrink + tl.sum(weights, 1)
     # SHIFT, which the conversion adds to int8 values, is subtracted from each value before the sum. A sum of values
-    # with SHIFT could be a thousand times as large as the sum of the values, and rounding would lose the latter.
+    # with SHIFT could be a thousand times as large, and rounding would lose the sum of the values in it.
     first_values = shifted_back(first_of(values, EXACT), EXACT)
     second_values = shifted_back(second_of(values, EXACT), EXACT)
     weights = (weights * of_values[None, :]).to(first_values.dtype)

@@ -60,7 +60,8 @@ def shared_decode(
         exact: keys and values [Hk, E, D] that all tokens attend to. The rows of a head are contiguous; heads may have
             any stride.
         centroids: at most one set of centroids that all tokens attend to.
-        own: rows of each token's own sequence, for the B tokens.
+        own: rows of each token's own sequence, for the B tokens. On a GPU, keys and values have equal strides within
+            `own`, within `runs` and within `exact`.
         sink_logits: [Hk, G] learned logits without values (GPT-OSS).
 
     Returns:

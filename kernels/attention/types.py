@@ -12,6 +12,7 @@ from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 class RunRows:
     """Chosen rows of keys and values [H, M, D], given as runs of neighbouring rows or as single rows.
 
+    On a GPU, keys and values have equal strides.
     For runs, `starts` [H, R] int holds their first rows. `ends` [H, R] int32 holds the running sums of their lengths,
     which are at most `capacity`. For single rows, `starts` holds the row indices and `ends` is None. The first `used`
     [H] int32 indices are valid, or all if `used` is None.
@@ -42,7 +43,7 @@ class RunRows:
 
 @dataclass(frozen=True)
 class Centroids:
-    """Centroids that are attended in place of the rows that they represent.
+    """Centroids that are attended instead of the rows that they represent.
 
     Keys and values [H, C, D] have any float dtype. `log_counts` [H, C or more] float32 is the log of the number of
     rows that each centroid represents.
@@ -71,7 +72,7 @@ class TakenRows:
 
 @dataclass(frozen=True)
 class ScoredCentroids:
-    """Centroids that are attended in place of the rows that they represent, with the query's logits.
+    """Centroids that are attended instead of the rows that they represent, with the query's logits.
 
     `logits` [H, G, C] float32 are the query's products with the centroids' keys, scaled and soft-capped. `log_counts`
     is [H, C] float32 and `values` is [H, C, D]. The softmax is taken of logits + log_counts. Logits and log counts past

@@ -165,9 +165,10 @@ def _filled(scores: torch.Tensor, counts: torch.Tensor, budget: int) -> torch.Te
 
 
 def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
-    """Sort clusters by rank, highest first; return their indices [H, C].
+    """Sort clusters by rank, highest first; return their indices [..., C].
 
-    A rank is the exponent and the first `bits` fraction bits of a score; clusters of equal rank keep their order.
+    A rank is the exponent and the first `bits` fraction bits of a score, clamped (see `least_rank`). Clusters of equal
+    rank keep their order.
     """
     ranks = (scores.view(torch.int32) >> (23 - bits)) - least_rank(budget, bits)
     return ranks.clamp(0, 2 ** (EXPONENT_BITS + bits) - 1).argsort(dim=-1, descending=True, stable=True)

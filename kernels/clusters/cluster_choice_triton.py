@@ -33,10 +33,10 @@ def _logits_kernel(
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr, SCALED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of a program's share of a head's centroids, their maximum, and sum(count * exp(logit)).
+    """Compute logits of a share of a head's centroids, their maximum, and sum(count * exp(logit - maximum)).
 
-    For listed clusters, this kernel writes the valid slots, up to a multiple of 16. `_take_kernel` writes the slots
-    after them.
+    Also write the clusters' token counts to `numbers`, and set `used` and `queue` to 0. For listed clusters, this
+    kernel writes the valid slots, up to a multiple of 16, and their first rows. `_take_kernel` writes later slots.
     """
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)

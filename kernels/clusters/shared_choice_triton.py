@@ -94,7 +94,10 @@ def _sums_kernel(
     CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the peaks and sums of exponentials of some query rows over a program's share of a head's clusters."""
+    """Compute the peak of some query rows' logits plus log counts, and the sum of exponentials relative to the peak.
+
+    Both are over a program's share of a head's clusters. Also set the program's share of `zeros` to 0.
+    """
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     q = _query_rows(query, q_head, q_group, q_token, head, tl.program_id(2) * (ROWS // GROUP), tokens, D, BLOCK_D, G,

@@ -117,7 +117,7 @@ _lost = False
 def has_lost_threads() -> bool:
     """Whether this process is a fork that cannot run models, because its parent's threads do not run in it.
 
-    These are torch's threads, if the parent had used a model with more than one, and any thread that held a model.
+    This is so if the parent had used a model with several torch threads, or if another thread held a model's lock.
     """
     return _lost
 
@@ -152,7 +152,7 @@ def alone(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def all_alone() -> Iterator[None]:
-    """Lock all models on GPUs, and all on CPUs that were locked before, for changes to the whole process."""
+    """Lock all models on GPUs, and those on CPUs that `alone` has ever locked, for changes to the whole process."""
     with ExitStack() as stack:
         for lock in (_opening, _on_gpu, *sorted(_locks.values(), key=id)):
             stack.enter_context(lock)
@@ -180,7 +180,7 @@ def called_back() -> bool:
 
 
 def is_routed() -> bool:
-    """Whether this thread is within `route_attention`."""
+    """Whether this thread, or the thread whose context variables it copied, is within `route_attention`."""
     route = _active.get()
     return route is not None and route.function is not None
 
@@ -190,8 +190,9 @@ def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> It
     """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.
 
     The function itself must mask the keys after a query, and the keys before the call's `window`. The window is that of
-    the mask that transformers would have made. Threads with the same model wait for each other, because the name of the
-    attention implementation is set on the model.
+    the mask that transformers would have made. Threads that route the same model wait for each other, because the name
+    of the attention implementation is set on the model. A direct call of the model by another thread meanwhile, or
+    within `calling_back`, raises RuntimeError.
 
     Raises:
         UnsupportedAttentionError: `function` cannot reproduce the model's attention; raised before the layer attends.

@@ -61,9 +61,9 @@ def make_mask(
     """Return the marker [1, 1, 1, 1] of a mask; transformers calls this once per forward pass and kind of layer.
 
     Sequences are never padded here, and so the padding mask is all ones and is ignored. A mask function that depends
-    only on constants is evaluated once, on the CPU, for some queries and the keys of all positions that the model's
-    config gives. A mask function that depends on tensors may change between forward passes. Such a function is
-    evaluated in each pass, for some queries and the keys of the pass. This synchronises with the device.
+    only on constants is evaluated on the CPU, for some queries and the keys of all positions that the model's config
+    gives, and again only for a longer sequence. A mask function that depends on tensors may change between forward
+    passes. It is evaluated in each pass, for some queries and the keys of the pass, which synchronises with the device.
 
     Args:
         mask_function: maps the indices of batch, head, query and key to whether the query attends to the key.
@@ -90,7 +90,7 @@ def _window(
     *,
     use_vmap: bool,
 ) -> Measured:
-    """Return the window of a mask function of constants, evaluated over the model's positions and at least `end`."""
+    """Return the window of a mask function of constants, evaluated over the config's positions, or `end` if more."""
     known = getattr(config, "max_position_embeddings", None) or 0
     positions = max(min(max(known, 2 * (local_size or 0), 64), MOST_POSITIONS), 2 ** (end - 1).bit_length())
     if (constants, positions) not in _windows:

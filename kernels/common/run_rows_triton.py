@@ -33,7 +33,7 @@ def store_in_slots_triton(stored, new, slots, rows):
 
 def store_new_row_triton(stored, new, row):
     """Run `store_new_row` on a GPU; views with a contiguous last axis are read in place, others are copied first."""
-    # With a distance of zero between the slots, any number of a slot will do.
+    # There is one slot. The stride between slots is 0, so the slot's index has no effect, and `row` is passed for it.
     _store(stored, new, row, row, 0, stored[0].stride(0))
 
 

@@ -188,9 +188,9 @@ def join_tokens(
 ) -> torch.Tensor:
     """Recluster a block after tokens were appended to it; return the labels of all its tokens.
 
-    The centres of the added clusters, and of empty clusters, are sampled from the new tokens. Each new token is
-    assigned to its nearest centre, and the centre moves to the mean of its members (a step of sequential k-means). Then
-    a few k-means iterations run over the whole block.
+    The centres of the added clusters, and of empty clusters, are distinct samples of the new tokens, or zero if there
+    are too few. Each new token is assigned to its nearest centre, and the centre moves to the mean of its members (a
+    step of sequential k-means). Then a few k-means iterations run over the whole block.
 
     Args:
         points: [Hk, T, D] float32, the block's keys in the space in which they are clustered, old tokens first.
@@ -255,7 +255,7 @@ def online_levels(
 
 
 def finest_size(levels: Sequence[float], outliers: float, tokens: int) -> int:
-    """Compute the number of clusters of the finest level, including the clusters of a single outlier each."""
+    """Compute the number of clusters of the finest level, including one for each outlier (`single_out`)."""
     return level_sizes(levels, tokens)[0] + round(outliers * tokens)
 
 

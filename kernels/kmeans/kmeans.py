@@ -200,8 +200,8 @@ def random_points(
 ) -> torch.Tensor:
     """Draw `number` distinct points of each head from points [Hk, M, D]; return [Hk, number, D].
 
-    Only points where `valid` [Hk, M] bool is True are drawn. The probability of a point grows with its weight [Hk, M],
-    which is above 0.
+    Only points where `valid` [Hk, M] bool is True are drawn; each head must have `number` of them. The probability of
+    a point grows with its weight [Hk, M], which is above 0.
     """
     random = torch.rand(points.shape[:2], generator=generator, device=points.device)
     # Each point draws an exponential variable with its weight as rate. The points with the smallest variables are
@@ -209,7 +209,7 @@ def random_points(
     random = random if weights is None else -random.log() / weights
     random = random if valid is None else random.masked_fill(~valid, torch.inf)
     chosen = random.argsort(dim=-1)[:, :number]
-    # The weights' rounding may differ between machines, and may swap two points whose variables are nearly equal. The
-    # order of the index removes the swap, which would number the centroids, and so all codes, differently.
+    # The weights' rounding may differ between machines, and may swap two points whose variables are nearly equal. A
+    # swap would number the centroids, and so all codes, differently. Therefore the points are sorted by index.
     chosen = chosen if weights is None else chosen.sort(-1).values
     return points.gather(1, chosen[..., None].expand(-1, -1, points.shape[-1]))

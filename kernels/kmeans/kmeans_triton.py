@@ -102,7 +102,7 @@ def _sum_runs(
     points, order, starts, weights, means, totals, count, clusters, head_stride, row_stride, dims, DIMS: tl.constexpr,
     ROWS: tl.constexpr, WEIGHTED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the weighted mean of one cluster; the order of summation is fixed.
+    """Compute the weighted mean and the total weight of one cluster; the order of summation is fixed.
 
     The points of the cluster are a contiguous range of `order`, which sorts all points by cluster.
     """

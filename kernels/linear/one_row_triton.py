@@ -150,7 +150,7 @@ def _one_row_kernel(
     NUMBER: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row [K] by NUMBER weights of N_0, N_1 and N_2 outputs, which lie one after another in `output`."""
+    """Multiply one row [K] by NUMBER weights; their N_0, N_1 and N_2 outputs are stored one after another."""
     program, first, second = tl.program_id(0), tl.cdiv(N_0, BLOCK_N), tl.cdiv(N_0, BLOCK_N) + tl.cdiv(N_1, BLOCK_N)
     if program < first:
         _outputs(

@@ -33,7 +33,7 @@ def top_ranked(
 
     Args:
         wanted: K, at most the number of keys.
-        names: [H, keys] int32, returned in place of the keys' indices.
+        names: [H, keys] int32, returned instead of the keys' indices.
         groups: groups in which chosen keys are counted; their labels are indexed by names, if there are names.
 
     Returns:

@@ -6,9 +6,10 @@ import triton.language as tl
 from sparsekv.kernels.common.tiles_triton import WIDEN, sum_of_four, sum_of_three, sum_of_two
 
 EXPONENT_OF_2_23 = tl.constexpr(0x4B000000)
-TO_BYTES = tl.constexpr(96)  # bfloat16 numbers below 2, scaled by 2 ** -96, differ only in their last twelve bits
-# Two bfloat16 of value 2 ** -96 (1 + 6 / 128). `as_bytes` cuts off the last four of these twelve bits, which makes a
-# number smaller. The factor 1 + 6 / 128 makes up for the mean loss.
+# Exponent of a scale: bfloat16 from 0 to below 2, times 2 ** -TO_BYTES, differ only in their last twelve bits.
+TO_BYTES = tl.constexpr(96)
+# Two bfloat16 of value 2 ** -96 (1 + 6 / 128). `as_bytes` drops the last four of these twelve bits, which makes numbers
+# smaller. The factor 1 + 6 / 128 compensates for the mean loss.
 DOWN = tl.constexpr(0x0F860F86)
 
 
@@ -37,7 +38,7 @@ def two_small_numbers(word):
 
 @triton.jit
 def exp2(x):
-    """Compute 2 ** x, with 0 in place of subnormal results; handling these would take twice as many instructions."""
+    """Compute 2 ** x, with 0 instead of subnormal results; handling these would take twice as many instructions."""
     if WIDEN:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)

@@ -209,7 +209,8 @@ def look_up(
 class Estimate:
     """One subspace's contribution to the products of R queries with all keys.
 
-    It is `floor` [Hk, R] + `values` [Hk, R, L] for the listed `tokens` [Hk, R, L], and `floor` for all other keys.
+    It is `floor` [Hk, R] + `values` [Hk, R, L] for the listed keys, and `floor` for all other keys. `tokens` [Hk, R, L]
+    are the listed keys' indices among the indexed keys.
     """
 
     tokens: torch.Tensor
@@ -219,6 +220,8 @@ class Estimate:
 
 def estimate_part(tables: Tables, lookup: Lookup, part: int, place: int, scoring: str) -> Estimate:
     """Estimate one subspace's contribution to q k, without the softmax scale, from one list of each of R queries.
+
+    The contribution is multiplied by the centroid's `share` in the look-up.
 
     Args:
         part: index of the subspace.

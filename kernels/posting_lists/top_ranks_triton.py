@@ -205,7 +205,7 @@ def _place_kernel(
     GROUPED: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr, FEW_RANKS: tl.constexpr,
     ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen keys of a tile, after the chosen keys of earlier tiles."""
+    """Write the chosen keys of a tile, after the chosen keys of earlier tiles; with GROUPED, count them by group."""
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     QUADS: tl.constexpr = WORDS // 4
     token = tile * (8 * WORDS) + 32 * tl.arange(0, QUADS)

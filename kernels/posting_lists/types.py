@@ -30,7 +30,7 @@ class ExactKeys:
     sinks: torch.Tensor | None = None
 
     def repeated(self, each: int) -> "ExactKeys":
-        """Repeat the keys of each head for `each` queries; sinks already have a row for each query."""
+        """Repeat each head's keys `each` times; `sinks` must already be [H * each, G], and are passed on unchanged."""
         return ExactKeys(self.keys.repeat_interleave(each, 0), self.count, self.sinks)
 
 
@@ -50,9 +50,9 @@ class KeyGroups:
 class TokenRanks:
     """Ranks, 0 to 255 or 0 to 63, of `keys` keys of each of H heads by their estimated attention probability.
 
-    `ranks` is [H, tiles, 2, 512] int32, with rank 0 past the last key. The ranks of the q-th 32 consecutive keys of a
-    tile are in words 4 q to 4 q + 3 of both rows. Byte j of word 4 q + i of row h is the rank of key 8 j + 2 i + h of
-    the 32.
+    `ranks` is [H, tiles, 2, 512] int32 for tiles of 4,096 keys, with rank 0 past the last key. Keys 32 q to 32 q + 31
+    of a tile have their ranks in words 4 q to 4 q + 3 of both rows. Byte j of word 4 q + i of row h is the rank of key
+    8 j + 2 i + h of these 32.
 
     `coarse` counts the ranks of each tile. For ranks 0 to 255 it is [H, tiles, 16] int32, with bins of 16 ranks. For
     ranks 0 to 63 it is [H, tiles, 32] int32, with a count for each rank. The count of an even rank is in a word's lower

@@ -27,7 +27,7 @@ def softmax_beside(logits: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
 
 
 def best_tokens(scores: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Choose the `tokens` highest of scores [..., M] float32; return their indices [..., K] int64 in any order.
+    """Choose the `tokens` highest of scores [..., M] float32; return their indices [..., tokens] int64 in any order.
 
     On a CPU, numpy's introselect is used. Torch's topk sorts, and takes five times as long for M of 32,768 or more.
     """

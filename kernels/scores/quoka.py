@@ -64,7 +64,7 @@ def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
         count: number of queries to keep; all are kept if B is not larger.
 
     Returns:
-        [Hk, count, D] float32.
+        [Hk, count, D] float32; or [Hk, B, D] in the queries' order if all are kept.
     """
     return directions(subselect_queries(query, count))
 
