@@ -62,8 +62,8 @@ class BuildOptions:
         typer.Option(
             "--output",
             "-o",
-            help="Folder of the index, or the folder for the indices of several documents. Default: each DOC "
-            "with .skv instead of its extension (.txt, .md, ...), or after a folder's name.",
+            help="Folder of the index, or the folder for the indices of several documents. Default: next to each DOC, "
+            "with its name: .skv replaces a file's extension (.txt, .md, ...) and is appended to a folder's name.",
         ),
     ] = None
     from_file: Annotated[

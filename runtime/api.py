@@ -56,7 +56,10 @@ def api_words() -> Iterator[None]:
 
 
 def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
-    """Raise UsageError for an argument name that is neither a parameter of a method nor in `own`, the call's names."""
+    """Raise UsageError for a name in `given` that is neither a parameter of a method nor in `own`.
+
+    `own` are the names of the call's own arguments.
+    """
     known = [*own, *dict.fromkeys(field.name for method in methods().values() for field in fields(method))]
     for name in given:
         if name not in known:
@@ -148,7 +151,8 @@ class Index:
             setting: the arguments of `asker`.
 
         Raises:
-            UsageError: the question is empty or not a text, or `sampling` is not a `Sampling`.
+            UsageError: the question is empty or not a text, `sampling` is not a `Sampling`, or another argument is not
+                valid.
         """
         if not isinstance(question, str):
             raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")
@@ -222,7 +226,8 @@ def open_index(
     If `model` is an open index, both share its model, and no weights are loaded.
 
     Raises:
-        UsageError: `folder` is a file, or an argument has no effect on a model that is loaded already.
+        UsageError: `folder` is a file, `model` has a wrong type, or an argument has no effect on a model that is loaded
+            already.
         IdentityError: the index was built with another model than that of the open index.
     """
     if Path(folder).is_file():

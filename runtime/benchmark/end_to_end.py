@@ -138,8 +138,8 @@ def model_config(name: str) -> PreTrainedConfig:
     """Return a config by its name, or read it from a folder.
 
     Raises:
-        UsageError: the config does not exist, or its attention has sliding windows or a soft cap. Torch's dense
-            attention has neither.
+        UsageError: the config does not exist or cannot be read, or its attention has sliding windows or a soft cap,
+            which torch's dense attention does not support.
     """
     if name in CONFIGS:
         return CONFIGS[name]()

@@ -358,7 +358,7 @@ class NeedlesAlone(DrawnTask):
 
 
 def nearest(depths: list[float], lines: int) -> list[int]:
-    """Return for each depth, from 0 to 1, the nearest of a number of lines that no depth before it took."""
+    """Return, for each depth from 0 to 1, the index of the nearest of `lines` lines that no earlier depth took."""
     left = list(range(lines))
 
     def take(depth: float) -> int:
@@ -398,9 +398,9 @@ ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
 
 
 class CommonWords(DrawnTask):
-    """Lists words of which ten are common. A common word occurs ten times as often as any other word.
+    """Lists words, of which ten are common. A common word occurs 30 times, and any other word 3 times.
 
-    In a list below LONG tokens it occurs six times as often as any other word.
+    In a list below LONG tokens a common word occurs 6 times, and any other word once.
     """
 
     def draw(self, request: Request, number: int) -> Context:

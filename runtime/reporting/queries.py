@@ -85,7 +85,7 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 
 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
-    """Read the last of the document's queries from which the index was built, half as many as the tail has tokens.
+    """Read the last T / 2 of the document's queries from which the index was built, for T tail tokens.
 
     Measurements place these queries directly after the middle. Returns None if the index stores no queries.
     """
