@@ -112,7 +112,7 @@ class Index:
                 the index's first method.
             budget: share or number of the document's tokens that a decode step attends to, as on the command line:
                 "5%", 0.05 or 512. Default: that of the method, or the one that `tune` stored.
-            residual: attend to centroids in place of the tokens that the method does not select.
+            residual: attend to centroids instead of the tokens that the method does not select.
             prefill: attention of a question's tokens. `dense` (default): all tokens. `own`: the selection of the
                 method that answers. The name of a method: the selection of that method.
             prefill_budget: share or number of the document's tokens that each chunk of a question attends to, if
@@ -178,9 +178,9 @@ class Index:
         Args:
             names: names of methods; by default all methods that can run on the index.
             by: return a row for each value of `layer`, of `kv_head`, or of both. Default: one row averages over all.
-            questions: measure on the queries of these questions, in place of the document's held-out tail.
+            questions: measure on the queries of these questions, instead of the document's held-out tail.
             residual: measure each variant a second time with centroids for the tokens that it does not select.
-            parameters: parameters of the methods. A method that has one of them is measured with it only, in place of
+            parameters: parameters of the methods. A method that has one of them is measured with it only, instead of
                 its usual variants.
         """
         refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))

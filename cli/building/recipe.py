@@ -127,7 +127,7 @@ def _joined(names: list[str], output: Path | None) -> Target:
 def folder_of(document: str, parent: Path | None = None) -> Path:
     """Return the folder of a document's index.
 
-    Its name is the document's name with .skv in place of the extension; for a folder, .skv is appended to the name. The
+    Its name is the document's name with .skv instead of the extension; for a folder, .skv is appended to the name. The
     index is in `parent` if given, and otherwise next to the document.
 
     Raises:
@@ -507,7 +507,7 @@ FIXED = (
 
 
 def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
-    """Return the index that the user named in place of a document, or None.
+    """Return the index that the user named instead of a document, or None.
 
     Raises:
         UsageError: other documents are named too, or several ranks are started.

@@ -62,7 +62,7 @@ class Codes(Method):
         default=1.0, metadata={"help": "Share of the tokens whose codes are read: those of the best clusters; 1: all."}
     )
     replace: bool = field(
-        default=True, metadata={"help": "Attend to centroids in place of the tokens that are not selected."}
+        default=True, metadata={"help": "Attend to centroids instead of the tokens that are not selected."}
     )
 
     def __post_init__(self) -> None:

@@ -106,7 +106,7 @@ class Goal(ABC):
         return float(getattr(point, self.measure))
 
     def rough(self) -> "Goal":
-        """Return the goal of the coarse search: this goal, or a bound on output error in place of perplexity."""
+        """Return the goal of the coarse search: this goal, or a bound on output error instead of perplexity."""
         return self
 
     def target(self) -> TuneTarget:
