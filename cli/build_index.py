@@ -214,7 +214,7 @@ class BuildOptions:
         )
 
     def check_files(self) -> None:
-        """Raise UsageError if an option for a document of several files is given without one."""
+        """Raise UsageError for --as-one with --ray, and for an option for several files of a document without them."""
         folders = self.as_one or self.from_file is not None or any(map(os.path.isdir, self.documents or ()))
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
             if given and not folders:

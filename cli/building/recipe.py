@@ -84,8 +84,9 @@ def choose_targets(
         as_one: all named files, folders and globs are one document.
 
     Raises:
-        UsageError: no document is named. A document has no name, or its name is too long. Two documents would get the
-            same index folder. Or `output` cannot hold several indices.
+        UsageError: no document is named, or no listed document exists. A document ends in .skv and does not exist, has
+            no name, or has too long a name. Standard input is the list and a document. Two documents would get the same
+            index folder. Or `output` cannot hold several indices.
         SparsekvError: `from_file` cannot be read.
     """
     listed = [] if from_file is None else _names(from_file)

@@ -203,7 +203,7 @@ class ModelRow:
         weights: precision of the linear layers' weights; None: the dtype of the other tensors.
         median_ms, lower_ms, upper_ms: median and quartiles of a step's milliseconds.
         timed: `graph`, `eager` or `wall clock`.
-        tokens_per_second: tokens per second, of all sequences of the batch together.
+        tokens_per_second: tokens of all sequences of the batch together, per second of the mean step.
         speedup: `tokens_per_second` divided by that of the fastest dense attention with the same weights.
         kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
             tail (the middle), divided by the number of the middle's key and value rows.

@@ -124,7 +124,8 @@ class Comparison:
         `continuation` metric they are the first tokens of the text that follows the document.
 
         Raises:
-            UsageError: the question is a later turn, and the model's chat template has only one turn.
+            UsageError: the question is a later turn, and the model's chat template has only one turn; or the model has
+                no embedding for a token.
         """
         chat = prompt.chat
         most: int | None = None

@@ -55,7 +55,7 @@ class QueryBlock:
         queries: [Hq, Q, D].
         keys, values: [Hk, E, D], of E new tokens after the tail. Queries of the tail have none (E = 0).
         visible: [Q], number of tail and new tokens that each query attends to.
-        sink_logits: logits of learned attention sinks; None if the model has none.
+        sink_logits: [Hq], logits of learned attention sinks; None if the model has none.
     """
 
     queries: torch.Tensor
