@@ -90,7 +90,7 @@ class Comparison:
         residual: run each method a second time with a residual.
         raw: use no chat template.
         keep: do not remove the indices after the evaluation.
-        max_new_tokens: largest number of tokens of an answer; None: as the task says.
+        max_new_tokens: largest number of tokens of an answer; None: the number of each question.
         together: number of questions of a context that are answered in one batch.
         rope_scaling: the RoPE scaling with which the model was loaded.
     """

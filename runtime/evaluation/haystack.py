@@ -242,9 +242,7 @@ THINGS = replace(
 )
 
 TOKENS_A_VALUE = 12  # enough for seven digits, a quote and a space in any tokenizer; RULER allows 128
-TOKENS_A_UUID = (
-    48  # enough for 32 hexadecimal digits and four dashes, of which many tokenizers make tokens of one digit
-)
+TOKENS_A_UUID = 48  # enough for 32 hexadecimal digits and four dashes, even if each is a token
 
 
 def question_of(words: Wording, text: str, keys: list[str], hidden: dict[str, list[str]], tokens: int) -> Question:

@@ -178,7 +178,7 @@ class NumberFinding(ItemList):
 
 
 CLASSES, THINGS = 8, 24
-"""Classes of things, and nouns of which each has a class."""
+"""Number of classes, and number of nouns, each of which has a class."""
 LABEL = 6  # letters
 
 

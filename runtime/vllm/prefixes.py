@@ -16,7 +16,7 @@ RUN = 8
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first tokens of a request that are also those of an index's prompt, as loaded and as compared tokens.
+    """The first tokens that a request shares with an index's prompt: those to load, and those to compare.
 
     Attributes:
         index: the index's name.
@@ -60,7 +60,7 @@ class PrefixTable:
         return max((prefix for prefix in found if prefix.loaded > 0), key=lambda prefix: prefix.loaded, default=None)
 
     def whole(self, ids: Sequence[int]) -> str | None:
-        """Return the index with the longest prompt among those with whose whole prompt `ids` begins; None: no index."""
+        """Return the index whose whole prompt `ids` begin with, the longest one of several; None if there is none."""
         whole = {name: shared for name, shared in self._shared(ids).items() if shared == len(self._prompts[name])}
         return max(whole, key=lambda name: whole[name], default=None)
 
