@@ -121,6 +121,9 @@ class Request:
     in the log-probabilities that `on_token` gets; None: `on_token` gets no log-probabilities. `sources` is the
     maximum number of the answer's sources. With `prefilled`, the question's tokens are not fed again. Sources cannot be
     requested then, because the question's queries are unknown.
+
+    Raises:
+        UsageError: `sources` is not a whole number from 0 to MOST_SOURCES, or a callback is not a function.
     """
 
     question: torch.Tensor
