@@ -36,7 +36,7 @@ def describe_layers(
 ) -> Iterator[LayerDescription]:
     """Yield the statistics of each indexed layer for the method `name`, computed on a device.
 
-    Reads all values of the context and the tensors of the method, one layer at a time.
+    Reads the middle's values, the method's tensors and, for clusters and lists, the middle's keys, layer by layer.
     """
     method = methods()[name]
     for layer in artifact.manifest.indexed_layers:
