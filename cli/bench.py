@@ -143,7 +143,8 @@ def _timer(options: BenchOptions, where: torch.device) -> Timer:
     """Make the timer that the options describe.
 
     Raises:
-        UsageError: a method or budget does not exist, or no chosen method reads an option.
+        UsageError: a value of an option is not valid, a method does not exist, or nothing chosen reads an option; or an
+            error of `open_artifact`.
     """
     parameters, budgets = options.parameters, Budget.parse_each(options.steps.budget or DEFAULT_BUDGETS)
     check_dtype(options.run.dtype)

@@ -62,8 +62,8 @@ class BuildOptions:
         typer.Option(
             "--output",
             "-o",
-            help="Folder of the index, or the folder for the indices of several documents. Default: each DOC "
-            "with .skv instead of its extension (.txt, .md, ...), or after a folder's name.",
+            help="Folder of the index, or the folder for the indices of several documents. Default: next to each DOC, "
+            "with its name: .skv replaces a file's extension (.txt, .md, ...) and is appended to a folder's name.",
         ),
     ] = None
     from_file: Annotated[
@@ -214,7 +214,7 @@ class BuildOptions:
         )
 
     def check_files(self) -> None:
-        """Raise UsageError if an option for a document of several files is given without one."""
+        """Raise UsageError for --as-one with --ray, and for an option for several files of a document without them."""
         folders = self.as_one or self.from_file is not None or any(map(os.path.isdir, self.documents or ()))
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
             if given and not folders:

@@ -32,9 +32,10 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def evaluate_methods(options: EvalOptions) -> None:
     """Ask questions with known answers, with dense attention and with each method at each budget, and compare.
 
-    Each context is indexed once. Brackets hold 95% confidence intervals, from a bootstrap over contexts and the
-    questions within them. Differences from dense attention are paired by question. A stopped run continues when the
-    same command is given again, and ends with the same numbers. docs/reference/measures.md explains the words.
+    Each context is indexed once for each --prefill. Brackets hold 95% confidence intervals, from a bootstrap over
+    contexts and the questions within them. Differences from dense attention are paired by question. A stopped run
+    continues when the same command is given again, and ends with the same numbers. docs/reference/measures.md explains
+    the words.
 
     \b
     sparsekv eval manual.txt

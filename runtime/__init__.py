@@ -3,4 +3,4 @@
 Each selection method is one file in `methods/`.
 """
 
-import sparsekv.formats  # noqa: F401  # before torch, whose threads it tells how to wait
+import sparsekv.formats  # noqa: F401  # sets how OpenMP threads wait, before torch is loaded

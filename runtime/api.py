@@ -56,7 +56,10 @@ def api_words() -> Iterator[None]:
 
 
 def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
-    """Raise UsageError for an argument name that is neither a parameter of a method nor in `own`, the call's names."""
+    """Raise UsageError for a name in `given` that is neither a parameter of a method nor in `own`.
+
+    `own` are the names of the call's own arguments.
+    """
     known = [*own, *dict.fromkeys(field.name for method in methods().values() for field in fields(method))]
     for name in given:
         if name not in known:
@@ -109,7 +112,7 @@ class Index:
                 the index's first method.
             budget: share or number of the document's tokens that a decode step attends to, as on the command line:
                 "5%", 0.05 or 512. Default: that of the method, or the one that `tune` stored.
-            residual: attend to centroids in place of the tokens that the method does not select.
+            residual: attend to centroids instead of the tokens that the method does not select.
             prefill: attention of a question's tokens. `dense` (default): all tokens. `own`: the selection of the
                 method that answers. The name of a method: the selection of that method.
             prefill_budget: share or number of the document's tokens that each chunk of a question attends to, if
@@ -148,7 +151,8 @@ class Index:
             setting: the arguments of `asker`.
 
         Raises:
-            UsageError: the question is empty or not a text, or `sampling` is not a `Sampling`.
+            UsageError: the question is empty or not a text, `sampling` is not a `Sampling`, or another argument is not
+                valid.
         """
         if not isinstance(question, str):
             raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")
@@ -174,9 +178,9 @@ class Index:
         Args:
             names: names of methods; by default all methods that can run on the index.
             by: return a row for each value of `layer`, of `kv_head`, or of both. Default: one row averages over all.
-            questions: measure on the queries of these questions, in place of the document's held-out tail.
+            questions: measure on the queries of these questions, instead of the document's held-out tail.
             residual: measure each variant a second time with centroids for the tokens that it does not select.
-            parameters: parameters of the methods. A method that has one of them is measured with it only, in place of
+            parameters: parameters of the methods. A method that has one of them is measured with it only, instead of
                 its usual variants.
         """
         refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))
@@ -222,7 +226,8 @@ def open_index(
     If `model` is an open index, both share its model, and no weights are loaded.
 
     Raises:
-        UsageError: `folder` is a file, or an argument has no effect on a model that is loaded already.
+        UsageError: `folder` is a file, `model` has a wrong type, or an argument has no effect on a model that is loaded
+            already.
         IdentityError: the index was built with another model than that of the open index.
     """
     if Path(folder).is_file():

@@ -66,15 +66,15 @@ class Questions:
         """Return the token ids [Q] of each question; None for a blank line of a batch.
 
         Raises:
-            UsageError: a question is empty, or too long for the model.
+            UsageError: a question is empty or cannot be encoded, or leaves no position of the model for an answer.
         """
         of_batch = self.batch_file is not None
         lines = enumerate(self.texts, 1)
         return [None if of_batch and not text.strip() else self._encode(index, text, line) for line, text in lines]
 
     def note_plain(self, index: OpenIndex, first: int, *, quiet: bool) -> None:
-        """Note which special tokens of the model the questions from index `first` on contain. They are read as plain
-        text."""
+        """Note which special tokens of the model the questions from index `first` on contain, and that they are read as
+        plain text."""
         if quiet or self.special_tokens:
             return
         found = Counter[str]()
@@ -161,11 +161,11 @@ class Schedule:
         """Make a schedule that answers `size` questions at once; None means as many as fit.
 
         Raises:
-            UsageError: `size` is more than 1, and the config allows only one question at a time; or an error of
-                `Session.open`.
+            UsageError: `size` is more than 1, and the config allows only one question at a time; the config has
+                `lossless`, together with sources or several ranks; or an error of `Session.open` or `DraftingEngine`.
         """
         if config.lossless and index.model.device.type == "cpu":
-            # A pass over drafted tokens takes a CPU as long as that many steps, so steps of the method would be lost.
+            # On a CPU, a pass over T drafted tokens takes as long as T steps, so drafts by the method save nothing.
             config = replace(config, attention=Dense())
         session, asked = Session.open(index, config), sum(one is not None for one in questions)
         together = choose_batch_size(size, session, asked, sampling.max_new_tokens)
@@ -179,7 +179,7 @@ class Schedule:
 
     @property
     def drafts(self) -> str:
-        """The numbers of drafted and accepted tokens of --lossless, as a line; empty without the option."""
+        """A line with the numbers of drafted and accepted tokens of --lossless; empty without the option."""
         return self.engine.told if isinstance(self.engine, DraftingEngine) else ""
 
     def compile(self, mode: str, *, quiet: bool) -> None:

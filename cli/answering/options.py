@@ -164,7 +164,7 @@ class AttentionOptions:
 
     def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
         """Return the config for answers over an index. Raises the errors of `choose_config`, or UsageError for an
-        option that has no meaning for the model or for dense attention."""
+        option that contradicts another, or has no meaning for the model or for dense attention."""
         layers = len(artifact.manifest.layers)
         if not 0 <= self.dense_layers <= layers:
             raise UsageError(

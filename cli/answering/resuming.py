@@ -81,7 +81,7 @@ OTHERWISE = {
     "code": "by another version of the method's package",
     "layer_budgets": "with other budgets of single layers (--schedule)",
 }
-"""How answers were made, by a setting that has no option, or whose value is too long for a message."""
+"""Phrases for messages, by a setting that has no option or whose value is too long for a message."""
 
 
 @contextmanager
@@ -104,8 +104,9 @@ class AnswersFile:
         settings: values that the field `settings` of every line must have.
 
     Raises:
-        UsageError: the file cannot be read, a line has another question or other settings, or standard output goes to
-            the file.
+        UsageError: the file cannot be read, is not a regular file, or is the file of the questions; standard output
+            goes to the file; a line is no answer, or has another question or other settings; or there are more lines
+            than questions.
     """
 
     def __init__(

@@ -84,8 +84,9 @@ def choose_targets(
         as_one: all named files, folders and globs are one document.
 
     Raises:
-        UsageError: no document is named. A document has no name, or its name is too long. Two documents would get the
-            same index folder. Or `output` cannot hold several indices.
+        UsageError: no document is named, or no listed document exists. A document ends in .skv and does not exist, has
+            no name, or has too long a name. Standard input is the list and a document. Two documents would get the same
+            index folder. Or `output` cannot hold several indices.
         SparsekvError: `from_file` cannot be read.
     """
     listed = [] if from_file is None else _names(from_file)
@@ -127,7 +128,7 @@ def _joined(names: list[str], output: Path | None) -> Target:
 def folder_of(document: str, parent: Path | None = None) -> Path:
     """Return the folder of a document's index.
 
-    Its name is the document's name with .skv in place of the extension; for a folder, .skv is appended to the name. The
+    Its name is the document's name with .skv instead of the extension; for a folder, .skv is appended to the name. The
     index is in `parent` if given, and otherwise next to the document.
 
     Raises:
@@ -507,7 +508,7 @@ FIXED = (
 
 
 def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
-    """Return the index that the user named in place of a document, or None.
+    """Return the index that the user named instead of a document, or None.
 
     Raises:
         UsageError: other documents are named too, or several ranks are started.

@@ -85,7 +85,7 @@ class ProgressLines:
 
     @contextmanager
     def instead(self, what: str) -> Iterator[None]:
-        """Within the context, print `what` in place of the current stage."""
+        """Within the context, print `what` instead of the current stage."""
         kept = self._before, self._stage, self._done, self._of
         self._before, self._stage, self._began = what, "", time.monotonic()
         try:

@@ -42,7 +42,7 @@ def load(
     """Load a model and its tokenizer, or the embedded model if `name` is None.
 
     A model that the user names here is trusted later too, when only an index names it. Raises the errors of
-    `load_model` and of `with_weights`, and UsageError for rounded weights on several ranks.
+    `load_model` and of `with_weights`, and UsageError for rounded weights on several ranks or for a method's name.
 
     Args:
         weights: the precision to which the weights of linear layers are rounded; None for the checkpoint's weights.
@@ -106,7 +106,7 @@ def load_for(
     ranks: "Ranks | None" = None,
     early: EarlyReading | None = None,
 ) -> OpenIndex:
-    """Open an index with a model. Raises the errors of `load_and_open`.
+    """Open an index with a model. Raises the errors of `load_and_open`, and UsageError if `name` is that of a method.
 
     Args:
         weights, hold, loaded_in, ranks, early: as in `load_and_open`.

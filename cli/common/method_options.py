@@ -55,7 +55,7 @@ def with_options(
 
     Args:
         preset: fields of methods that the command sets itself, such as a seed; they become no options.
-        defaults: defaults that the command has in place of the methods' own, by field name.
+        defaults: defaults that the command has instead of the methods' own, by field name.
 
     Raises:
         UsageError: a method's option has the name of one of the command's own options, or has two types.

@@ -296,7 +296,7 @@ class TableOptions:
 
     @property
     def markup(self) -> Markup | None:
-        """The markup language of the table; None: a table for a terminal."""
+        """The markup language in which the table is printed; None without --latex and --markdown."""
         return "latex" if self.as_latex else "markdown" if self.as_markdown else None
 
 

@@ -100,7 +100,7 @@ class Interruption:
     """Remembers whether Ctrl-C was pressed, because libraries turn KeyboardInterrupt into other errors, or lose it.
 
     Attributes:
-        until_then: what holds until the same command runs again, for the line after Ctrl-C; may be empty.
+        until_then: text for the line after Ctrl-C, on the state until the same command runs again; may be empty.
     """
 
     def __init__(self) -> None:

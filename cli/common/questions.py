@@ -110,7 +110,7 @@ def read_question(argument: str | None, file: str | None) -> str:
     """Return the question without the newline at its end.
 
     Raises:
-        UsageError: no question or two questions are given, or the file cannot be read.
+        UsageError: no question or two questions are given, or the file cannot be read or is too long.
     """
     if argument is not None and file is not None:
         raise UsageError("give the question once: as an argument or with --prompt-file")
@@ -125,7 +125,7 @@ def read_lines(file: str, option: str) -> list[str]:
     """Return every line of a file or of standard input (`-`), including blank lines. Only a newline ends a line.
 
     Raises:
-        UsageError: the file cannot be read, or all its lines are blank.
+        UsageError: the file cannot be read or is too long, or all its lines are blank.
     """
     lines = [line.removesuffix("\r").strip(" \t") for line in _read(file, option).removesuffix("\n").split("\n")]
     if not any(map(str.strip, lines)):

@@ -36,7 +36,7 @@ def json_text(value: Any) -> str:
 
 
 def finite_numbers(value: Any) -> Any:
-    """Return the value with None in place of numbers that are not finite, which JSON cannot represent."""
+    """Return the value with None instead of numbers that are not finite, which JSON cannot represent."""
     if isinstance(value, dict):
         return {name: finite_numbers(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -44,7 +44,7 @@ def titled_table(title: str, texts: Iterable[str], numbers: Iterable[str], *, wr
 
 
 def grouped(rows: Iterable[T], names: Sequence[str]) -> list[list[T]]:
-    """Return the rows in groups, those with equal values of the fields `names`, in the order of their first rows."""
+    """Group rows with equal values of the fields `names`; return the groups in the order of their first rows."""
     groups: dict[tuple[Any, ...], list[T]] = {}
     for row in rows:
         groups.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
@@ -52,7 +52,7 @@ def grouped(rows: Iterable[T], names: Sequence[str]) -> list[list[T]]:
 
 
 def differing(rows: Iterable[object], names: Sequence[str]) -> list[str]:
-    """Return those of the fields `names` that do not have one value in all rows."""
+    """Return the fields among `names` whose values differ between the rows."""
     return [name for name in names if len({getattr(row, name) for row in rows}) > 1]
 
 
@@ -113,7 +113,7 @@ def _header(column: Column) -> str:
 
 
 def _fewest(lesser: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return those of the headers without which a table fits, as few and as unimportant as possible; all if none do."""
+    """Return the headers of `lesser`, the least important first, that must be left out so that a table fits."""
     left_out: list[str] = []
     while not fits(left_out) and len(left_out) < len(lesser):
         left_out.append(lesser[len(left_out)])

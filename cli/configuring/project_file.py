@@ -267,7 +267,8 @@ def command_defaults(
         name: the command's names, such as `("models", "list")`; in the file they are the path of its table.
 
     Raises:
-        UsageError: the command has no such option, a file may not set the option, or a value has the wrong type.
+        UsageError: the command has no such option, a file may not set the option, a value has the wrong type, or an
+            index is outside the file's folder.
     """
     options = {long_name(one): one for one in command.params if one.param_type_name == "option"}
     for key in table:

@@ -54,10 +54,12 @@ UNKNOWN: Look = frozenset()
 
 @dataclass(frozen=True)
 class Preloaded:
-    """State of the imported files when they were imported, the open indices, and torch's threads.
+    """The server's imported files and open indices.
 
     Attributes:
+        files: state of each imported file and of each folder of modules at the import, by path.
         indices: description of each open index, by folder.
+        threads: torch's number of threads for commands.
     """
 
     files: dict[str, Look]

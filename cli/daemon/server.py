@@ -47,7 +47,8 @@ def serve(path: str, idle: float, indices: list[str]) -> None:
     Returns only in the process of a command, which must then run `sys.argv`.
 
     Raises:
-        SparsekvError: the socket cannot be made, another server holds the lock, or imported modules have threads.
+        SparsekvError: the socket's path is occupied or cannot be used, another server holds the lock, or imported
+            modules have threads.
     """
     with _only_server(path):
         own, environment, files = likeness(), dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -130,7 +130,7 @@ def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
 
 
 def _cell(value: Any) -> str:
-    """Format a value of a field that tells rows apart. The turn of a row over all turns is None."""
+    """Format the value of a field by which rows differ. The turn of a row over all turns is None."""
     return "all" if value is None else str(value)
 
 

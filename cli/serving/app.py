@@ -150,7 +150,7 @@ class Api:
         return _json(IndexClosed(id=name))
 
     def _check_comes_and_goes(self, name: str) -> None:
-        """Raise ApiError for an index outside the folder of --indices-from, because clients cannot open or close it."""
+        """Raise ApiError unless the folder of --indices-from has the index, so that clients may open and close it."""
         if self.shelf.folder is None:
             told = "this server's indices are fixed; start it with --indices-from FOLDER to open and close others"
             raise ApiError(403, told, code="not_allowed")
@@ -249,7 +249,11 @@ class Api:
     def _submitted(
         self, asked: Asked, served: Served, config: DecodeConfig, encoded: Sequence[torch.Tensor]
     ) -> list[Stream]:
-        """Submit each prompt once per requested answer. Raises ApiError if the queue has no room for all of them."""
+        """Submit each prompt once per requested answer.
+
+        Raises ApiError if the server shuts down, or if the queue has no room for all answers, and the errors of
+        `Scheduler.submit` otherwise.
+        """
         if self.draining:
             raise replace(shut_down(), message="the server shuts down; ask again later", headers={"Retry-After": "1"})
         with api_words():

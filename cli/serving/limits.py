@@ -28,7 +28,7 @@ def read_keys(file: Path) -> list[str]:
     """Return the keys in a file, one per line. A line that begins with `#` is a comment.
 
     Raises:
-        UsageError: the file cannot be read or has no key, or a key has characters that no header can carry.
+        UsageError: the file cannot be read or has no key, or a key is not printable ASCII without spaces.
     """
     try:
         lines = file.read_text(encoding="utf-8").split("\n")

@@ -36,7 +36,7 @@ DONE = "[DONE]"
 """Data of the last event of a stream."""
 ERRORS = {
     "400": "The body is not JSON or not a request of this kind; error.param names the field.",
-    "401": "The server asks for a key, and the request has none of its keys.",
+    "401": "The server requires a key, and the request has no valid key.",
     "403": "The server does not let clients open and close this index.",
     "404": "There is no such model.",
     "408": "The body did not arrive in time.",

@@ -39,7 +39,7 @@ def folders_by_name(folders: Iterable[Path]) -> dict[str, Path]:
     """Return folders of indices by served name. A folder that is given twice is served once.
 
     Raises:
-        UsageError: two folders have the same served name.
+        UsageError: two folders have the same served name, or a name is not text in UTF-8.
     """
     found: dict[str, Path] = {}
     for folder in folders:
@@ -194,7 +194,7 @@ class Shelf:
         """Return an index, and open it if it is closed or has been replaced; None if no index has this name.
 
         Raises:
-            SparsekvError: the index cannot be opened.
+            SparsekvError: the index cannot be opened, or the folder of indices cannot be read.
         """
         if (served := self._current(name)) is not None:
             return served

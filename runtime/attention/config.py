@@ -21,7 +21,7 @@ EVERYTHING = Budget(1.0)
 
 @dataclass(frozen=True)
 class Dense:
-    """Dense attention to the whole document, in place of a method. It has no parameters."""
+    """Dense attention to the whole document, instead of a method. It has no parameters."""
 
     name: ClassVar[str] = DENSE
     residual: ClassVar[bool] = False
@@ -66,8 +66,8 @@ class DecodeConfig:
 
     Raises:
         UsageError: the placement is unknown; `guard` or `gauge` is set, but the method cannot estimate the missed mass;
-            or `dense_layers` is set, but the method itself determines its dense layers; or `lossless` is set beside
-            what keeps state of steps that dense attention may reject, or beside a question that attends sparsely.
+            `dense_layers` is set, but the method itself determines its dense layers; or `lossless` is set together with
+            `guard`, `gauge`, `ahead`, a `question` that is not `Dense`, or a method's option `stream` or `step`.
     """
 
     attention: MethodSpec | Dense
@@ -105,7 +105,7 @@ class DecodeConfig:
         for option, given in others.items():
             if given:
                 raise UsageError(
-                    f"--lossless gives the answer of dense attention to all tokens, which {option} does not go with; "
+                    f"--lossless gives the answer of dense attention to all tokens and cannot be used with {option}; "
                     "leave one of them out"
                 )
 

@@ -92,7 +92,8 @@ class Appender:
         Raises:
             SparsekvError: an earlier call or an append was interrupted before it finished.
         """
-        # Buffers that grew during decoding are inference tensors, which can be written only in inference mode.
+        # This method runs in inference mode, because buffers that grew during decoding are inference tensors, which can
+        # be written only in inference mode.
         if self.torn:
             raise SparsekvError(
                 "an answer was interrupted while its tokens moved into the index, which cannot be undone; open a "

@@ -138,8 +138,8 @@ def model_config(name: str) -> PreTrainedConfig:
     """Return a config by its name, or read it from a folder.
 
     Raises:
-        UsageError: the config does not exist, or its attention has sliding windows or a soft cap. Torch's dense
-            attention has neither.
+        UsageError: the config does not exist or cannot be read, or its attention has sliding windows or a soft cap,
+            which torch's dense attention does not support.
     """
     if name in CONFIGS:
         return CONFIGS[name]()
@@ -203,7 +203,7 @@ class ModelRow:
         weights: precision of the linear layers' weights; None: the dtype of the other tensors.
         median_ms, lower_ms, upper_ms: median and quartiles of a step's milliseconds.
         timed: `graph`, `eager` or `wall clock`.
-        tokens_per_second: tokens per second, of all sequences of the batch together.
+        tokens_per_second: tokens of all sequences of the batch together, per second of the mean step.
         speedup: `tokens_per_second` divided by that of the fastest dense attention with the same weights.
         kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
             tail (the middle), divided by the number of the middle's key and value rows.

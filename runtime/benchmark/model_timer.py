@@ -37,7 +37,10 @@ RUNS = {"cpu": 10, "cuda": 30}
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """Options of the end-to-end benchmark. If an option is None or an empty list, its default depends on the device."""
+    """Options of the end-to-end benchmark.
+
+    If `config`, `distinct` or `runs` is None, or `methods` or the contexts of `wanted` are empty, a default is used.
+    """
 
     config: str | None
     distinct: int | None

@@ -143,12 +143,12 @@ def asked(data: LayerData, questions: int) -> LayerData:
     """Return a stored layer with `questions` of its queries: the last one, and others evenly spaced before it.
 
     Raises:
-        UsageError: the layer has fewer queries.
+        UsageError: `questions` is below 1, or the layer has fewer queries.
     """
     known = data.questions
     if not 1 <= questions <= known:
         raise UsageError(
-            f"--batch {questions}: give 1 to {known}, which is half the number of the index's held-out queries"
+            f"--batch {questions}: give 1 to {known}, which is half the number of queries of the index's tail"
         )
     places = torch.linspace(known - 1, 0, questions, device=data.query.device).round().long()
     return replace(data, query=data.query[:, places].contiguous())

@@ -104,6 +104,8 @@ def captured(
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
     """Capture a step as a CUDA graph; return the graph and its output tensor, or None if the capture fails.
 
+    Raises torch.OutOfMemoryError if the capture fails for lack of memory.
+
     Args:
         run: runs the step and returns its output.
         warm_up: called once before the capture; None: `run` is called.

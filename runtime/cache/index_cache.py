@@ -171,10 +171,10 @@ class SequenceCache(CalledCache, ABC):
         raise NotImplementedError
 
     def clear(self, slot: int) -> None:
-        """Set the slot's rows after the stored context to zero.
+        """Set the slot's rows after the stored context to zero, in a cache of several sequences.
 
-        They may be NaN or infinite. Even a masked row must be finite, because its values are multiplied by a weight of
-        0.
+        The rows may be NaN or infinite. Even a masked row must be finite, because its values are multiplied by a weight
+        of 0. The base class does nothing.
         """
 
     @abstractmethod

@@ -234,7 +234,7 @@ def answer_room(index: OpenIndex, prompt_tokens: int) -> int | None:
     `prompt_tokens` includes the tokens of the stored prompt.
 
     Raises:
-        UsageError: no position of the model is left for an answer.
+        UsageError: no position of the model is left for an answer, or the model's RoPE changes at this length.
     """
     config = index.model.config
     positions, held = positions_after(config, index.split.tokens), positions_of(config)

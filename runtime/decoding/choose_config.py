@@ -39,8 +39,9 @@ def choose_config(
         others: other fields of the config.
 
     Raises:
-        UsageError: the method, budget or parameter does not exist; a budget, parameter or residual is given with
-            `dense`; the index has no centroids for a residual; or `DecodeConfig` refuses the values.
+        UsageError: a method, budget or parameter does not exist; a budget, parameter or residual is given with `dense`;
+            `prefill_budget` is given without a method in `prefill`; the index has no centroids for a residual; or
+            `DecodeConfig` refuses the values.
         ArtifactError: the setting that `tune` stored cannot run any more.
     """
     parameters, prefilling = parameters or {}, prefill_method(artifact, prefill)
@@ -70,7 +71,7 @@ def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method
     """Return the name and class of a method or of dense attention. Without a name, take the index's first method.
 
     Raises:
-        UsageError: the index cannot be used with the method.
+        UsageError: there is no such method, or the index was not built with it.
     """
     if name == DENSE:
         return DENSE, Dense
@@ -115,7 +116,7 @@ def question_prefill(
         options: the command-line options of `name` and `budget`, for errors.
 
     Raises:
-        UsageError: a budget is given without a prefill method that uses one.
+        UsageError: a budget is given without a prefill method that uses one, or the text is not a budget.
     """
     if budget is not None and not named:
         own = f"; {options[0]} own has the answer's budget" if name == Own.name else ""

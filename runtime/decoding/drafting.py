@@ -1,9 +1,9 @@
 """Lossless decoding: tokens are drafted, and one pass of dense attention verifies several of them.
 
-A draft is what followed the newest tokens where the document, the question or the answer had them before, or what the
-index's method decodes next. The pass over a draft of T tokens gives the logits after each of them. The answer takes the
-tokens that dense attention chooses, up to the first that differs from the draft. So it is dense attention's answer, and
-a good draft only saves passes. Of sampled answers the same is true: each token is drawn from dense attention's logits.
+There are two kinds of drafts. One copies the tokens that followed an earlier occurrence of the newest tokens in answer,
+question or document. The other is decoded by the config's method. A pass over T drafted tokens gives dense attention's
+logits after each of them. The answer takes the tokens chosen from these logits, up to and including the first that
+differs from the draft. So the answer is that of dense attention, greedy or sampled.
 """
 
 import time
@@ -25,23 +25,23 @@ from sparsekv.runtime.decoding.engine import Ended, Engine, NotFiniteError, Sequ
 from sparsekv.runtime.decoding.open import OpenIndex
 
 REPEATED = (3, 2)
-"""Numbers of newest tokens that are searched for in the text before, in this order."""
+"""Numbers of newest tokens whose earlier occurrence is searched for, in this order."""
 FROM_TEXT = "text"
-"""The source of a draft that was found in the text before; other sources are numbers of tokens by the method."""
+"""Source of a draft that is copied from earlier text. Any other source is a number of tokens decoded by the method."""
 BY_METHOD = (2, 4, 8)
 LONGEST, SHORTEST = 16, 2
-"""Bounds of the length of drafts from the text before."""
+"""Maximum and minimum length of a draft that is copied from earlier text."""
 KEPT = 0.8
-"""Share that the times so far keep when another step of the same source is measured."""
+"""Decay: factor of a source's summed seconds and tokens when another step of this source is added."""
 AGAIN = 16
-"""Number of steps after which a source that seemed slow is tried again."""
+"""Number of steps per source after which the source that was not used for longest is tried again."""
 
 
 @dataclass
 class Pace:
-    """Seconds and tokens of a source's steps, of which later ones count more.
+    """Seconds and answer tokens of a source's steps, as sums that decay by `KEPT` at each step.
 
-    `last` is the number of the step in which the source was last used.
+    `last` is the number of the step in which the source was last used; 0: never.
     """
 
     seconds: float = 0.0
@@ -49,7 +49,7 @@ class Pace:
     last: int = 0
 
     def add(self, seconds: float, tokens: int, step: int) -> None:
-        """Count a step. The first one only marks the source as used, because it may compile kernels."""
+        """Count a step. The source's first step is not timed, because it may compile kernels."""
         if self.last:
             self.seconds, self.tokens = KEPT * self.seconds + seconds, KEPT * self.tokens + tokens
         self.last = step
@@ -62,11 +62,12 @@ class Pace:
 
 @dataclass
 class Drafter:
-    """Chooses the source of each draft by the measured seconds per token, and counts what was accepted.
+    """Chooses the source of each draft by the measured seconds per token, and counts drafted and accepted tokens.
 
     Args:
-        document: token ids of the stored prompt, in which repeated tokens are searched.
-        by_method: the method of the cache can decode drafts; False: its attention is dense.
+        document: token ids of the stored prompt, from which drafts may be copied.
+        by_method: whether the config's method decodes drafts; False for dense attention.
+        length: maximum length of the next draft that is copied from earlier text.
     """
 
     document: NDArray[np.int64]
@@ -78,7 +79,10 @@ class Drafter:
     paces: dict[str | int, Pace] = field(default_factory=dict)
 
     def from_text(self, tokens: list[int]) -> list[int]:
-        """Return what followed the newest of the answer's and question's tokens where they stood last before."""
+        """Return the tokens after the last earlier occurrence of the newest of `tokens`; empty if there is none.
+
+        `tokens` are those of question and answer, which are searched before the document.
+        """
         near = np.asarray(tokens, dtype=np.int64)
         for number in REPEATED:
             if len(near) < number:
@@ -89,7 +93,10 @@ class Drafter:
         return []
 
     def source(self, found: Tokens[int]) -> str | int:
-        """Choose the source of the next draft: the text, if it has one, or a number of tokens by the method."""
+        """Choose the source of the next draft: earlier text, if `found` there is not empty, or a number of tokens.
+
+        0 is a step without a draft.
+        """
         sources: list[str | int] = [*([FROM_TEXT] if found else []), *(BY_METHOD if self.by_method else ()), 0]
         paces = {one: self.paces.setdefault(one, Pace()) for one in sources}
         forgotten = min(sources, key=lambda one: paces[one].last)
@@ -98,7 +105,10 @@ class Drafter:
         return min(sources, key=lambda one: paces[one].per_token)
 
     def count(self, source: str | int, drafted: int, accepted: int, seconds: float) -> None:
-        """Count a step's draft, the accepted tokens of it and the step's seconds. The next token is always taken."""
+        """Count a step: the tokens of its draft, those accepted, and its seconds.
+
+        The step also adds one token to the answer that is not of the draft.
+        """
         self.steps += 1
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
         self.paces.setdefault(source, Pace()).add(seconds, accepted + 1, self.steps)
@@ -108,7 +118,10 @@ class Drafter:
 
 
 def _places(text: NDArray[np.int64], wanted: NDArray[np.int64]) -> list[int]:
-    """Return the places behind each occurrence of some tokens in a text, except behind its end."""
+    """Return the index after the last occurrence of the tokens `wanted` in a text, not counting the text's own end.
+
+    The list is empty if there is no occurrence.
+    """
     last = len(text) - len(wanted)
     same = np.ones(max(0, last), dtype=bool)
     for offset, token in enumerate(wanted):
@@ -119,14 +132,16 @@ def _places(text: NDArray[np.int64], wanted: NDArray[np.int64]) -> list[int]:
 class DraftingEngine(Engine):
     """An engine of one sequence, whose steps verify drafts by dense attention.
 
-    A pass over T tokens allocates their logits, and on a CPU the attention logits of T queries for all tokens.
+    A pass over T tokens allocates their logits, and on a CPU also each layer's attention logits of T queries on all
+    tokens.
 
     Args:
-        cache: a cache of one sequence for `config`, whose `lossless` is set.
+        cache: a cache of one sequence for `config`.
+        config: a config with `lossless`.
 
     Raises:
-        UsageError: the method or the model's layers keep a state, or RoPE depends on a sequence's length: a change by a
-            rejected token cannot be taken back there.
+        UsageError: the method or a layer of the model keeps a state that a rejected token changes, or the model's RoPE
+            depends on a sequence's length.
     """
 
     def __init__(self, index: OpenIndex, cache: IndexCache, config: DecodeConfig):
@@ -170,7 +185,7 @@ class DraftingEngine(Engine):
 
     @torch.inference_mode()
     def _decoded(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Decode tokens greedily by the cache's method, and drop their rows again."""
+        """Decode a draft of `tokens` tokens greedily by the config's method, and drop its rows from the cache."""
         draft = list[int]()
         while len(draft) < tokens:
             newest = [*sequence.answer[-1:], *draft][-1]
@@ -182,7 +197,10 @@ class DraftingEngine(Engine):
 
     @torch.inference_mode()
     def _verify(self, sequence: Sequence, draft: list[int]) -> list[Ended]:
-        """Feed the newest token and a draft; take tokens of the answer up to the first that differs from the draft."""
+        """Feed the newest token and a draft; add tokens to the answer, up to the first that differs from the draft.
+
+        Returns the sequence if it ends.
+        """
         fed = Fed(0, sequence.used, [sequence.answer[-1], *draft], asks=False)
         logits = self._dense_logits(fed)
         self.read = None
@@ -214,7 +232,7 @@ class DraftingEngine(Engine):
 
     @property
     def told(self) -> str:
-        """The numbers of drafted and accepted tokens so far, as a line for the user."""
+        """A line for the user with the numbers of drafted and accepted tokens so far."""
         drafter = self.drafter
         if not drafter.drafted:
             return "no token was drafted"

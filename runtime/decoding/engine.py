@@ -121,6 +121,9 @@ class Request:
     in the log-probabilities that `on_token` gets; None: `on_token` gets no log-probabilities. `sources` is the
     maximum number of the answer's sources. With `prefilled`, the question's tokens are not fed again. Sources cannot be
     requested then, because the question's queries are unknown.
+
+    Raises:
+        UsageError: `sources` is not a whole number from 0 to MOST_SOURCES, or a callback is not a function.
     """
 
     question: torch.Tensor
@@ -278,8 +281,8 @@ class Engine:
         while questions are being answered, this generator raises.
 
         Raises:
-            UsageError: no position of the model is left for an answer, another question was asked over the same cache
-                between two answers, or this was called from an answer's callback.
+            UsageError: as `sequence`; or another question was asked over the same cache between two answers, or this
+                was called from an answer's callback.
             NotFiniteError: the model's logits are not finite.
         """
         waiting = deque(self.sequence(one) for one in requests)
@@ -314,7 +317,8 @@ class Engine:
         """Make the sequence of a request after the first `before` tokens, by default those of the stored context.
 
         Raises:
-            UsageError: no position of the model is left for an answer, or the question exceeds `own_tokens`.
+            UsageError: no position of the model is left for an answer, the question exceeds `own_tokens`, or sources
+                are requested from a cache that moves an answer's tokens into the index.
         """
         before = self.index.split.tokens if before is None else before
         if request.sources:
@@ -603,7 +607,8 @@ def generate(
         on_text, stop, sources, prefilled: as in `Request`.
 
     Raises:
-        UsageError: no position of the model is left for an answer, or this was called from a callback of an answer.
+        UsageError: an argument is not valid, no position of the model is left for an answer, sources are requested from
+            a cache that moves an answer's tokens into the index, or this was called from a callback of an answer.
         NotFiniteError: the model's logits are not finite.
     """
     with exclusive(index.model):

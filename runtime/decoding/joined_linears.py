@@ -51,7 +51,10 @@ class Product(NamedTuple):
 
 
 class JoinLinears(CustomGraphPass):  # type: ignore[misc]  # torch gives it no type
-    """Replaces products of one row by `one_row_linears`: of rounded weights, and on Hopper of half-precision weights.
+    """Replaces products of one row by calls of `one_row_linears`, which multiply up to TOGETHER weights in one launch.
+
+    On a GPU, products with half-precision weights are replaced only from Hopper on. A product with rounded weights is
+    replaced only together with others of the same row.
 
     Args:
         device: type of the devices whose products are replaced.
@@ -72,7 +75,7 @@ class JoinLinears(CustomGraphPass):  # type: ignore[misc]  # torch gives it no t
         graph.lint()
 
     def uuid(self) -> Any:
-        """Return what the compiler's cache is keyed by."""
+        """Return this pass's part of a key in the compiler's cache: a hash of this file and of the device type."""
         return get_hash_for_files((__file__,), self.device)
 
     def _products(self, graph: Graph) -> Iterator[Product]:

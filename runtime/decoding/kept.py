@@ -52,5 +52,5 @@ def open_kept(folder: Path) -> Artifact | None:
 
 
 def kept_index(artifact: Artifact) -> KeptIndex | None:
-    """Return what the server has in memory for an index that `open_kept` returned; None for any other index."""
+    """Return the server's `KeptIndex` of an index that `open_kept` returned; None for any other index."""
     return next((kept for kept in _taken if kept.artifact.manifest is artifact.manifest), None)

@@ -59,9 +59,10 @@ def load_and_open(
         early: a reading of this index's files that has already begun.
 
     Raises:
-        SparsekvError: no model is given, and the user has never named the model that the index names.
-        UsageError: the model, device or dtype does not exist, the index was built with weights of another precision, or
-            several ranks open an index that was built with rounded weights.
+        SparsekvError: the model cannot be loaded, or no model is given and the user has never named the model that the
+            index names.
+        UsageError: the model, device or dtype does not exist, the index was built with weights of another precision,
+            several ranks open an index that was built with rounded weights, or an error of `with_weights`.
         IdentityError: the index does not belong to this model.
         ArtifactError: the index's tensors do not fit the model, or are damaged.
     """

@@ -408,7 +408,7 @@ class OpenIndex:
         Raises:
             IdentityError: logits or rows differ beyond rounding, so the index was built with another model or mask.
             ArtifactError: the stored state differs beyond rounding, or tensors have other sizes than the model's.
-            SparsekvError: the rows do not fit on the GPU.
+            SparsekvError: with `hold`, model and rows do not fit on the GPU.
         """
         if hold:
             check_room(self.artifact, self.model)
@@ -443,7 +443,7 @@ def open_index(
     Raises:
         IdentityError: index and model do not match; the error names the field that differs, both values and the remedy.
         ArtifactError: the index's tensors do not fit the model, or are damaged.
-        SparsekvError: with `hold`, the keys and values do not fit on the GPU.
+        SparsekvError: with `hold`, model, keys and values do not fit on the GPU.
     """
     check_model(artifact.manifest, identity[0], str(model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, identity[1])

@@ -60,7 +60,7 @@ def check_sampling(values: Any, named: Callable[[str], str] = str) -> None:
 def warpers(sampling: Sampling) -> LogitsProcessorList:
     """Return the logits processors that transformers would use for a temperature above 0, top-k and top-p.
 
-    They take Python's own float and int only, and a `Sampling` has any numbers.
+    Values are converted, because the processors accept only Python's float and int, and a `Sampling` may have others.
     """
     found = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
     if sampling.top_k:

@@ -33,7 +33,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def chosen_sampling(sampling: object) -> Sampling:
-    """Return the sampling; for None, a greedy one. Raises UsageError for an object of another type."""
+    """Return `sampling`, or greedy sampling for None. Raises UsageError for an object of another type."""
     if sampling is None:
         return Sampling()
     if not isinstance(sampling, Sampling):
@@ -74,9 +74,10 @@ class Session:
         *,
         sources: int = 0,
     ) -> Answer:
-        """Answer one question, greedily by default; raises the errors of `question_ids` and `generate`.
+        """Answer one question, greedily by default.
 
-        Threads that use the same model wait for each other, even if each has its own session.
+        Threads that use the same model wait for each other, even if each has its own session. Raises the errors of
+        `question_ids` and of `generate`, and UsageError for a question or a sampling of another type.
 
         Args:
             question: text, which is put into the index's chat template, or its integer token ids [Q].
@@ -101,8 +102,8 @@ class Session:
             sources: as in `Request`.
 
         Raises:
-            UsageError: questions cannot share a step with this config, `questions` is a single question, or `together`
-                is not an integer of at least 1.
+            UsageError: questions cannot share a step with this config, `questions` is not a sequence of questions, or
+                `together` is not an integer of at least 1.
         """
         if isinstance(questions, str | torch.Tensor) or not isinstance(questions, Iterable):
             raise UsageError(f"questions is a {type(questions).__name__}: give a list of texts, or use ask")

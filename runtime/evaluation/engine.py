@@ -90,7 +90,7 @@ class Comparison:
         residual: run each method a second time with a residual.
         raw: use no chat template.
         keep: do not remove the indices after the evaluation.
-        max_new_tokens: largest number of tokens of an answer; None: as the task says.
+        max_new_tokens: largest number of tokens of an answer; None: the number of each question.
         together: number of questions of a context that are answered in one batch.
         rope_scaling: the RoPE scaling with which the model was loaded.
     """
@@ -124,7 +124,8 @@ class Comparison:
         `continuation` metric they are the first tokens of the text that follows the document.
 
         Raises:
-            UsageError: the question is a later turn, and the model's chat template has only one turn.
+            UsageError: the question is a later turn, and the model's chat template has only one turn; or the model has
+                no embedding for a token.
         """
         chat = prompt.chat
         most: int | None = None
@@ -203,7 +204,10 @@ def _said(question: Question) -> str:
 
 
 def check_room(comparison: Comparison, contexts: list[Context]) -> None:
-    """Raise UsageError if a document, its question and the answer together need more positions than the model has."""
+    """Raise UsageError if a document, its question and the answer together need more positions than the model has.
+
+    Raises the errors of `question_ids`, too.
+    """
     for context in contexts:
         tokens = len(comparison.prompt(context.text, bare=context.bare).input_ids)
         room = comparison.room(context, tokens)
@@ -251,8 +255,8 @@ def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: 
     """Answer every question with every variant. Answers that are stored in the folder `work` are reused.
 
     Raises:
-        UsageError: a document does not fit the model.
-        SparsekvError: `work` cannot be written, or another process writes there.
+        SparsekvError: `work` cannot be written, or another process writes there; or the errors of `Builder.build`,
+            `OpenIndex.cache` and `generate`.
     """
     ways, done = comparison.ways(), 0
     total = len(ways) * sum(len(context.questions) for context in contexts)
@@ -285,9 +289,10 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
 
 
 MOST_PREFILLED = 8192
-"""Number of tokens of a context's questions whose prefill is kept, if the context has not more tokens than this.
+"""Maximum number of question tokens of a context whose prefill is kept in host memory.
 
-A token takes as much of the host's memory as a token of the context takes of the device's.
+If the context itself has more tokens, their number is the maximum. A kept token takes as many bytes of host memory as a
+token of the context takes on the device.
 """
 
 

@@ -242,9 +242,7 @@ THINGS = replace(
 )
 
 TOKENS_A_VALUE = 12  # enough for seven digits, a quote and a space in any tokenizer; RULER allows 128
-TOKENS_A_UUID = (
-    48  # enough for 32 hexadecimal digits and four dashes, of which many tokenizers make tokens of one digit
-)
+TOKENS_A_UUID = 48  # enough for 32 hexadecimal digits and four dashes, even if each is a token
 
 
 def question_of(words: Wording, text: str, keys: list[str], hidden: dict[str, list[str]], tokens: int) -> Question:
@@ -358,7 +356,7 @@ class NeedlesAlone(DrawnTask):
 
 
 def nearest(depths: list[float], lines: int) -> list[int]:
-    """Return for each depth, from 0 to 1, the nearest of a number of lines that no depth before it took."""
+    """Return, for each depth from 0 to 1, the index of the nearest of `lines` lines that no earlier depth took."""
     left = list(range(lines))
 
     def take(depth: float) -> int:
@@ -398,9 +396,9 @@ ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
 
 
 class CommonWords(DrawnTask):
-    """Lists words of which ten are common. A common word occurs ten times as often as any other word.
+    """Lists words, of which ten are common. A common word occurs 30 times, and any other word 3 times.
 
-    In a list below LONG tokens it occurs six times as often as any other word.
+    In a list below LONG tokens a common word occurs 6 times, and any other word once.
     """
 
     def draw(self, request: Request, number: int) -> Context:

@@ -52,7 +52,12 @@ class Inputs:
         *,
         turns: bool = False,
     ) -> "Inputs":
-        """Read the inputs; raise UsageError for options that contradict each other, and for unreadable files."""
+        """Read the inputs.
+
+        Raises:
+            UsageError: options contradict each other, a task does not exist or lacks its text, the document is an
+                index, or a file cannot be read.
+        """
         if document is not None and data is not None:
             raise UsageError("give either a text to make tasks from, or --data FILE with --format")
         if (data is None) != (data_format is None):
@@ -103,7 +108,7 @@ def _refuse_index(document: str | None) -> None:
 
 
 def work_folder(document: str | None, data: str | None, given: Path | None) -> Path:
-    """Return the evaluation's work folder; raise UsageError for a text without a name, such as standard input."""
+    """Return the evaluation's work folder; raise UsageError if the input has no file name to derive it from."""
     if given is None and document == "-":
         raise UsageError("a text from standard input has no name: name a folder with --work")
     name = Path(data or document or GENERATED).name
@@ -118,8 +123,8 @@ def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
     Published contexts that are too long are shortened.
 
     Raises:
-        UsageError: the text is too short for a task, a length is too small, or there are turns to ask and no context
-            has two questions.
+        UsageError: as `Task.make` for a generated context; the answer to a published question would be cut out; turns
+            are requested, and no context has two questions, or questions have no expected answers.
     """
     if inputs.published:
         kept = _first_of_each_task(inputs.published, inputs.request.contexts)
@@ -149,7 +154,7 @@ def _asked(context: Context, inputs: Inputs) -> Context:
 
 
 def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
-    """Return a line for each context whose questions are the user's and whose text lacks the end of the input text."""
+    """Return a line for each context with the user's own questions that does not have the whole input text."""
     request = replace(inputs.request, count=comparison.count)
     asked = [context for context in contexts if request.pairs and "--pairs" in choose_task(context.task).options]
     return [line for context in asked if (line := cut_note(context, request, inputs.name))]
@@ -163,7 +168,7 @@ def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Con
 
 
 def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
-    """Cut out a context's middle if the context does not fit the model.
+    """Cut out a context's middle if the context exceeds the requested length or does not fit the model.
 
     Raises:
         UsageError: the cut would remove the answer to a question.

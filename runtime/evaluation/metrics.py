@@ -21,8 +21,8 @@ class Metric:
     """A score of one answer. Reports apply `summary` to the mean of the scores and show it in `unit`.
 
     With `continuation` no answer is generated. The expected text is scored by its mean negative log-likelihood per
-    token, in nats. With `every` the right answer has all expected strings; otherwise each of them is right alone. With
-    `of_dense` the expected answer is that of dense attention, and the task itself has none.
+    token, in nats. With `every`, a right answer has all expected strings; otherwise, any one of them is a right answer.
+    With `of_dense`, the expected answer is that of dense attention, and the task itself has none.
     """
 
     score: ScoreFunction
@@ -75,7 +75,8 @@ def _rouge_l(answer: list[str], expected: list[str]) -> float:
 def classification(answer: str, question: Question) -> float:
     """Compute LongBench's classification score of the answer's first line.
 
-    The score is 1 / the number of labels in the line if the expected label is one of these labels, else 0.
+    The score is 1 / the number of labels in the line if the expected label is one of these labels, else 0. A label that
+    is only a part of the expected label does not count.
     """
     line = first_line(answer)
     return max(_class(line, expected, question.classes) for expected in question.answers)
@@ -156,7 +157,7 @@ def option(answer: str, question: Question) -> float:
 
 
 def same_start(answer: str, question: Question) -> float:
-    """Compute the number of words before the first difference to the expected answer, as a share of the longer one."""
+    """Compute the number of equal first words of answer and expected answer, as a share of the longer one's words."""
     words, expected = answer.split(), question.answers[0].split()
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(words, expected, strict=False)))
     longer = max(len(words), len(expected))

@@ -250,7 +250,7 @@ LONG_ANSWER_TOKENS = 300
 
 
 class LongAnswer(DrawnTask):
-    """Cuts windows out of the text, and makes requests that need long answers. Dense attention's answer is expected."""
+    """Cuts windows out of the text, and makes requests for long answers, which are compared with dense attention's."""
 
     def draw(self, request: Request, number: int) -> Context:
         if request.asked() > len(OPEN_REQUESTS):
@@ -313,7 +313,7 @@ def read_published(file: str, form: str) -> list[Context]:
     """Read the contexts of a jsonl file, one per line. Only those of `prefixqa` and `scbench` have several questions.
 
     Raises:
-        UsageError: the format is unknown, the file is unreadable, or a line does not have the format.
+        UsageError: the format is unknown, the file is unreadable or empty, or a line does not have the format.
     """
     check_choice("--format", form, FORMATS)
     return [_read(record, Line(file, form, number)) for number, record in _lines(file)]
@@ -323,7 +323,7 @@ def read_pairs(file: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Read questions and their answers, one JSON object per line with `question`, and `answers` or `answer`.
 
     Raises:
-        UsageError: the file is unreadable, or a line is not in this format.
+        UsageError: the file is unreadable or empty, a line is not in this format, or F1 cannot score its answers.
     """
     option = "--pairs"
     return tuple(

@@ -47,11 +47,11 @@ class ItemList(DrawnTask):
         """Make the requested number of questions about the document's items.
 
         Raises:
-            UsageError: the document has too few items.
+            UsageError: the document has too few items, or the task has fewer questions.
         """
 
     def asked_items(self, items: list[str], request: Request, drawn: random.Random) -> list[str]:
-        """Return evenly spread items in random order, one for each question. So a turn does not determine a depth.
+        """Return evenly spread items, one for each question, in random order, so that a turn has no fixed depth.
 
         Raises:
             UsageError: there are fewer items than questions.
@@ -178,7 +178,7 @@ class NumberFinding(ItemList):
 
 
 CLASSES, THINGS = 8, 24
-"""Classes of things, and nouns of which each has a class."""
+"""Number of classes, and number of nouns, each of which has a class."""
 LABEL = 6  # letters
 
 

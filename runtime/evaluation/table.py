@@ -324,7 +324,7 @@ def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
 
 
 def expecting_dense(results: Sequence[Result]) -> list[Result]:
-    """Return the results, with dense attention's answer in the questions whose metric compares answers with it."""
+    """Return the results, with dense attention's answer as the expected one if the metric compares answers with it."""
     dense: dict[tuple[Context, Question], str] = {}
     for result in results:
         if result.way.budget is None:
@@ -338,7 +338,7 @@ def expecting_dense(results: Sequence[Result]) -> list[Result]:
 
 
 def _turns(results: list[Result]) -> list[int | None]:
-    """Return None, for all questions, and the numbers of the turns, if the questions are turns."""
+    """Return the values of `turn` in the table: None for all questions, and each turn's number if there are turns."""
     turns = sorted({result.turn for result in results})
     return [None, *(turns if len(turns) > 1 else ())]
 

@@ -114,7 +114,8 @@ class Task(ABC):
         """Generate contexts with questions. The same request always gives the same contexts.
 
         Raises:
-            UsageError: the text is too short, or the length too small for the task.
+            UsageError: the text is too short or the length too small for the task, more questions are requested than
+                the task has, or the request lacks the pairs that the task needs.
         """
 
 

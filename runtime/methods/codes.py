@@ -62,7 +62,7 @@ class Codes(Method):
         default=1.0, metadata={"help": "Share of the tokens whose codes are read: those of the best clusters; 1: all."}
     )
     replace: bool = field(
-        default=True, metadata={"help": "Attend to centroids in place of the tokens that are not selected."}
+        default=True, metadata={"help": "Attend to centroids instead of the tokens that are not selected."}
     )
 
     def __post_init__(self) -> None:
@@ -205,8 +205,8 @@ class CodesSelector(Selector):
     ) -> tuple[torch.Tensor, float] | None:
         """Select and attend with the compiled step.
 
-        Returns None unless all keys are scanned, without re-ranking of fewer than all tokens, and the compiled step
-        exists and supports the query.
+        Returns None if only some keys are scanned, if candidates must be re-ranked, or if the compiled step does not
+        exist or does not support the query.
         """
         tokens = budget.tokens(self.middle)
         if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle) or not self._is_compiled(query):

@@ -30,7 +30,7 @@ class Multipole(ClusterMethod):
     """Selects clusters of keys by their centroids; the other clusters are replaced by their centroids."""
 
     replace: bool = field(
-        default=True, metadata={"help": "Attend to centroids in place of the clusters that are not selected."}
+        default=True, metadata={"help": "Attend to centroids instead of the clusters that are not selected."}
     )
     stream: bool = field(
         default=False,

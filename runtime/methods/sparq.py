@@ -45,7 +45,7 @@ class SparQ(Method):
     )
     mean_value: bool = field(
         default=False,
-        metadata={"help": "Attend to the mean key and value in place of the tokens that are not selected."},
+        metadata={"help": "Attend to the mean key and value instead of the tokens that are not selected."},
     )
 
     def __post_init__(self) -> None:

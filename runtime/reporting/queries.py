@@ -55,7 +55,7 @@ class QueryBlock:
         queries: [Hq, Q, D].
         keys, values: [Hk, E, D], of E new tokens after the tail. Queries of the tail have none (E = 0).
         visible: [Q], number of tail and new tokens that each query attends to.
-        sink_logits: logits of learned attention sinks; None if the model has none.
+        sink_logits: [Hq], logits of learned attention sinks; None if the model has none.
     """
 
     queries: torch.Tensor
@@ -85,7 +85,7 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 
 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
-    """Read the last of the document's queries from which the index was built, half as many as the tail has tokens.
+    """Read the last T / 2 of the document's queries from which the index was built, for T tail tokens.
 
     Measurements place these queries directly after the middle. Returns None if the index stores no queries.
     """

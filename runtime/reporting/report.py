@@ -36,7 +36,7 @@ def describe_layers(
 ) -> Iterator[LayerDescription]:
     """Yield the statistics of each indexed layer for the method `name`, computed on a device.
 
-    Reads all values of the context and the tensors of the method, one layer at a time.
+    Reads the middle's values, the method's tensors and, for clusters and lists, the middle's keys, layer by layer.
     """
     method = methods()[name]
     for layer in artifact.manifest.indexed_layers:
@@ -58,8 +58,8 @@ class RecallRow:
     Attributes:
         recall: share of the oracle's tokens that the method selects.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
-        recall_seen: recall on the last of the document's queries from which the index was built, half as many as the
-            tail has tokens. None if the index stores no queries, or if the method does not learn from them.
+        recall_seen: recall on the queries of `seen_block`, from which the index was built. None if the index stores no
+            queries, or if the method does not learn from them.
         list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
         raised: share of a head's queries over the guard's limit at the first budget; None without a guard.
         dense: share of a head's queries to which the guard gave dense attention; None without a guard.
@@ -177,6 +177,7 @@ def recall_report(
 
     Raises:
         UsageError: `residual` is set, and the index has no value centroids.
+        ArtifactError: dense attention of a layer is not finite, or the errors of `checked_rows` and `prepare_layer`.
     """
     manifest = artifact.manifest
     compared = [

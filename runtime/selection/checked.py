@@ -59,7 +59,7 @@ def prepare_selector(method: Method, context: MiddleContext) -> Selector:
 def code_of(method: type) -> str | None:
     """Return the sha256 of the source files of a method's package; None for a method of this package.
 
-    Only modules that are imported count. A method without a source file has an empty hash.
+    Only modules that are imported count. A package without source files has the sha256 of no bytes.
     """
     package = package_of(method)
     if package == OURS:

@@ -110,7 +110,7 @@ class Residual:
 
     Attributes:
         segments: returns the centroids. Each unselected token is represented by one of them.
-        attended: whether the query attends to the centroids in place of their tokens (Multipole Attention, equation 2).
+        attended: whether the query attends to the centroids instead of their tokens (Multipole Attention, equation 2).
             Otherwise the centroids are used only to estimate the missed attention mass.
         in_place: the same centroids with their logits, for kernels that attend in place.
         index_rows: D-sized rows read for the centroids, in addition to the rows that were read for scoring.
@@ -151,7 +151,7 @@ class Selection:
         return 2 * self.rows.counts() + self.cost.index_rows
 
     def attended_segments(self) -> tuple[CentroidSegment, ...]:
-        """Return the centroids that are attended to in place of the tokens that were not selected."""
+        """Return the centroids that are attended to instead of the tokens that were not selected."""
         return self.rest.segments() if self.rest is not None and self.rest.attended else ()
 
     def of_queries(self, queries: slice) -> "Selection":
@@ -502,7 +502,7 @@ class Selector(ABC):
         return 0
 
     def replace_by_own(self) -> bool:
-        """Switch to attending to the centroids that `select` scores, in place of the tokens that are not selected.
+        """Switch to attending to the centroids that `select` scores, instead of the tokens that are not selected.
 
         Returns False if this is not possible, because the selector has no centroids of keys and values.
         """
@@ -511,7 +511,7 @@ class Selector(ABC):
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Return centroids for the tokens that are False in `chosen` [Hk, M] bool, which is in the layout's order.
 
-        Only selectors that attend to centroids in place of unselected tokens, and whose method has `can_unite`,
+        Only selectors that attend to centroids instead of unselected tokens, and whose method has `can_unite`,
         implement this function.
         """
         raise NotImplementedError

@@ -132,7 +132,7 @@ def choose_methods(
         beside: other accepted names, such as `dense`, which an error message lists with the methods.
 
     Raises:
-        UsageError: a method does not exist, or this index was not built with it.
+        UsageError: a method does not exist, is `dense` without being in `beside`, or the index was not built with it.
     """
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]

@@ -148,8 +148,9 @@ class Scheduler:
         Raises:
             QueueFullError: the queue is full.
             UsageError: there is no index of this name, the scheduler is closed, the request has no tokens or tokens
-                that the model does not have, no position of the model is left for an answer, the caller is a callback
-                of an answer, or this process is a fork of one that has submitted requests.
+                that the model does not have, its timeout, `logprobs` or a stop string is not valid, no position of the
+                model is left for an answer, the caller is a callback of an answer, or this process is a fork of one
+                that has submitted requests.
         """
         refuse_callback()
         self._process = self._process or os.getpid()

@@ -45,7 +45,8 @@ class StreamingSession(Session):
         """Ask a question; return an iterator of the pieces of the answer, for `for` and for `async for`.
 
         Decoding is greedy by default. Leaving the loop ends the answer. This method raises the errors of
-        `question_ids`; the iterator raises the errors of `generate`.
+        `question_ids` and of `Scheduler.submit`, and UsageError for an argument of another type. The iterator raises
+        the errors of `generate`.
 
         Args:
             question: as for `ask`.
@@ -68,5 +69,5 @@ class StreamingSession(Session):
             return self._schedulers[0]
 
     def _cache(self, index: OpenIndex, config: DecodeConfig) -> IndexCache:
-        """Return the session's cache if streamed answers share steps and thus its stored rows; else a new cache."""
+        """Return the session's cache if its config lets several questions share steps, otherwise a new cache."""
         return index.cache(config) if why_alone(index, config.attention, self.cache) else self.cache

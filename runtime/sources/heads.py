@@ -68,7 +68,7 @@ def _head(layers: Mapping[int, int], layer: Any, head: Any, weight: Any) -> Head
 
 @torch.inference_mode()
 def measure_heads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layers: Sequence[int]) -> list[Head]:
-    """Run a model over `REPEATED` random tokens twice in a row; return the heads that attend to the repeated text.
+    """Run a model once over `REPEATED` random tokens followed by the same tokens; return the heads of highest score.
 
     A head's score is the attention weight that a token of the second half gives to the token after the same token in
     the first half, as a mean over tokens. This is the usual test for induction heads; it needs neither text nor labels.

@@ -190,7 +190,7 @@ def _attend(step: Step, fetched: Fetched) -> Weighed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Record of one layer's step, with shares of passages in place of shares of single tokens.
+    """Record of one layer's step, with shares of passages instead of shares of single tokens.
 
     Attributes:
         shares: the step's shares, in which `others` is empty.

@@ -218,7 +218,7 @@ def _passages(largest: Largest) -> Any:
 
 
 def _listed(largest: Largest, first: int = 0) -> Any:
-    """Convert the largest shares to nested lists, whose outer axes are those of `places` without its last one, K.
+    """Convert the largest shares to nested lists. The outer axes are the axes of `places` except the last, K.
 
     Each innermost list has entries `[place, share]`, with one share for each row of `shares`. `first` is added to each
     place. Entries whose shares sum to less than `LEAST` are left out.

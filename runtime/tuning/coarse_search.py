@@ -270,8 +270,9 @@ class CoarseSearch:
     def _wanted(self, searches: dict[MethodSpec, BudgetSearch]) -> list[tuple[MethodSpec, float]]:
         """Return the next budget to measure for each variant that is still searched.
 
-        A variant is dropped when a budget that misses its target already has KEPT_WITHIN times the KV fraction of a
-        budget with which a variant of the same method meets the target.
+        Let `best` be the smallest KV fraction at which any variant of the method meets the target so far. A variant is
+        dropped once it misses the target at a KV fraction of KEPT_WITHIN * `best` or more, because `_best` would not
+        keep it.
         """
         best: dict[str, float] = {}
         for form, search in searches.items():

@@ -36,7 +36,7 @@ class Tuned:
         held_out: the goal's measure on the second half of the tail's queries.
         recall, error, kv_fraction: recall, output error and KV fraction on the second half of the tail's queries.
         holds: whether the setting meets the goal on both halves, as `Halves.holds` defines it.
-        step_ms: time of a decode step of one layer. None if times are not compared, or the setting misses the target.
+        step_ms: time of a decode step of one layer. None if times are not compared, or the setting misses the goal.
     """
 
     form: MethodSpec
@@ -106,7 +106,7 @@ class Goal(ABC):
         return float(getattr(point, self.measure))
 
     def rough(self) -> "Goal":
-        """Return the goal of the coarse search: this goal, or a bound on output error in place of perplexity."""
+        """Return the goal of the coarse search: this goal, or a bound on output error instead of perplexity."""
         return self
 
     def target(self) -> TuneTarget:

@@ -125,6 +125,9 @@ class ModelMeter:
     The tail is fed token by token, as in generation. A token is predicted from the sinks, the selected middle tokens
     and the earlier tail tokens. With `calibration`, the tail's first half is fed and its loss is counted. Otherwise the
     whole tail is fed, and the loss of its second half is counted.
+
+    Raises:
+        UsageError: the model has layers with a state, and no index stores the state before its tail.
     """
 
     def __init__(self, index: "OpenIndex", *, calibration: bool):

@@ -178,6 +178,8 @@ def tune(
 
     Raises:
         UsageError: a method cannot run, or is a bound such as the oracle.
+        ArtifactError: a file that is measured has changed.
+        Further errors are those of `goal.meters` and of `time`.
     """
     forms = candidates(artifact, names, residual=goal.residual)
     artifact.check_sums(measured_files(artifact, {form.name for form in forms}, artifact.manifest.indexed_layers))

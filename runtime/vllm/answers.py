@@ -17,11 +17,11 @@ logger = init_logger("vllm.sparsekv")  # vLLM prints loggers of its own name onl
 
 @dataclass
 class Answer:
-    """An answer whose tokens attend sparsely, within a budget, once the index is trusted.
+    """An answer whose tokens attend sparsely within a budget, as soon as the index is trusted.
 
     Attributes:
         request: vLLM's request.
-        begun: whether a token did, so that later rows of the answer are not those of dense attention.
+        begun: whether a token has attended sparsely. The keys and values after it are not those of dense attention.
     """
 
     request: Any
@@ -38,7 +38,7 @@ class Answers:
 
     Args:
         setting: the server's method and budget; None: all requests attend densely.
-        block: tokens of one of vLLM's blocks.
+        block: number of tokens in a block of vLLM's cache.
     """
 
     def __init__(self, setting: DecodeSetting | None, table: PrefixTable, block: int):
@@ -47,7 +47,7 @@ class Answers:
         self._dense, self._told = set[str](), set[str]()
 
     def begin(self, request: Any) -> None:
-        """Note a request, unless it is known. A wrong budget is logged, and the request attends densely."""
+        """Register a request, unless it is registered. A wrong budget is logged, and the request attends densely."""
         if request.request_id in self._answers:
             return
         asked = None if request.sampling_params is None else request.sampling_params.extra_args
@@ -70,10 +70,10 @@ class Answers:
         self._dense.add(index)
 
     def decodes(self, computed: Mapping[str, range], manager: Any) -> list[Decode]:
-        """Return the sparse decode steps of a step.
+        """Return the sparse decode steps in one step of the engine.
 
-        Blocks with rows of a sparse answer are removed from vLLM's prefix cache: a prompt with the same tokens attends
-        densely, and computes rows of its own.
+        Full blocks with rows of a sparse answer are removed from vLLM's prefix cache, because a prompt with the same
+        tokens attends densely, and so has other rows.
 
         Args:
             computed: positions of the tokens that the step computes, by request.
@@ -99,9 +99,12 @@ class Answers:
         return found
 
     def completes_block_of(self, request: Any, computed: int) -> bool:
-        """Whether a request's `computed` tokens, found in vLLM's prefix cache, have a block that an answer completes.
+        """Whether vLLM's prefix cache gives a request a block that a sparse answer fills up in this step.
 
-        The answer completes it in this step, at whose end the block leaves the prefix cache.
+        `decodes` removes this block from the prefix cache only later in the step, so the request must wait.
+
+        Args:
+            computed: number of the request's first tokens that are in the prefix cache.
         """
         return any(self._completes(answer.request, request, computed) for answer in self._answers.values() if answer)
 

@@ -49,14 +49,15 @@ FLOAT8 = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""Dtypes of vLLM's `--kv-cache-dtype` that are not a dtype of models, as the cache's bytes are read."""
+"""Dtype of the numbers in a cache of bytes, by the value of vLLM's `--kv-cache-dtype`."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of an index for a request.
+    """Rows of an index that the workers load for a request or compare with it.
 
     Attributes:
+        index: the index's folder.
         manifest: the hash of the manifest that the scheduler's connector has read.
         blocks: numbers of the request's blocks, from its first token on.
         loaded: positions of the tokens whose rows the workers load, in whole blocks.
@@ -85,12 +86,12 @@ class Transfer(KVConnectorMetadata):
 
 @dataclass
 class Verdicts(KVConnectorWorkerMetadata):
-    """Results of a step.
+    """Results of a step in the workers, by index.
 
     Attributes:
-        accepted: the distance of the compared rows, by index.
-        refused: the reason by index.
-        dense: the reason why an index's rows are loaded, but its requests decode densely, by index.
+        accepted: the relative distance of the compared rows, for indices that are trusted from now on.
+        refused: the reason, for indices that are not used any more.
+        dense: the reason, for indices whose rows are loaded but whose requests decode densely.
     """
 
     accepted: dict[str, float]
@@ -207,7 +208,7 @@ class SchedulerSide:
             logger.info("decode steps over an index: %s", setting)
 
     def matched(self, request: "Request", computed: int) -> int | None:
-        """Return the number of tokens to load after the `computed` ones; None if the request waits for a step."""
+        """Return the number of tokens to load after the first `computed` tokens; None: ask again in the next step."""
         if request.prompt_token_ids is None or request.lora_request is not None or request.mm_features:
             return 0
         self._answers.begin(request)
@@ -221,7 +222,7 @@ class SchedulerSide:
         return 0 if prefix is None else max(0, prefix.loaded - computed)
 
     def load(self, request: "Request", blocks: list[int], tokens: int) -> None:
-        """Have the workers load the last `tokens` of a request's prefix before its first step."""
+        """Let the workers load the last `tokens` tokens of a request's prefix before the request's first step."""
         prefix = self._table.longest(request.prompt_token_ids)
         assert prefix is not None
         loaded = range(prefix.loaded - tokens, prefix.loaded)
@@ -232,7 +233,10 @@ class SchedulerSide:
             self._on_trial = rows
 
     def transfer(self, step: "SchedulerOutput") -> Transfer:
-        """Return the loads before a step, and the comparison if the step computes the last of the compared tokens."""
+        """Return the loads and sparse decode steps of an engine step.
+
+        The comparison is included if the step computes the last of the tokens to compare.
+        """
         transfer, self._loads = Transfer(self._loads), []
         computed = _computed(step)
         transfer.decodes = self._answers.decodes(computed, self.manager)
@@ -258,7 +262,7 @@ class SchedulerSide:
             self._answers.attend_densely(name, reason)
 
     def finish(self, request: str) -> None:
-        """Forget a request. If its trial is not over, no other request shares its blocks."""
+        """Forget a request. If it ends during its trial, the trial ends, and no other request may use its blocks."""
         self._answers.end(request)
         trial = self._table.trial
         if trial is not None and trial.request == request:
@@ -266,9 +270,9 @@ class SchedulerSide:
             self._table.end_trial(trial.prefix.index)
 
     def _forget_blocks(self) -> None:
-        """Remove from vLLM's prefix cache what a trial without success has loaded, and computed over it.
+        """Remove the blocks of a failed trial from vLLM's prefix cache: those that were loaded, and those after them.
 
-        The blocks stay with their request.
+        The trial's request keeps the blocks.
         """
         if self._on_trial is not None:
             first = self._on_trial.loaded.start // self._block
@@ -317,7 +321,7 @@ class WorkerSide:
         """Prepare the indices for sparse decode steps.
 
         Raises:
-            UsageError: vLLM's attention is not that of CPUs, or its cache has no layout to read.
+            UsageError: vLLM does not use the attention of `plugin.register`, the model has ALiBi, or the cache rounds.
         """
         calls = []
         for number, layer in layers.items():
@@ -349,7 +353,7 @@ class WorkerSide:
             self._steps.begin(transfer.decodes)
 
     def load(self, transfer: Transfer) -> None:
-        """Write the rows of a step's loads. Blocks of rows that cannot be read are computed by vLLM."""
+        """Write the rows of a step's loads into their blocks. If rows cannot be read, vLLM computes their blocks."""
         for rows in transfer.loads:
             try:
                 index = self._index(rows)
@@ -423,7 +427,7 @@ def _computed(step: "SchedulerOutput") -> dict[str, range]:
 
 
 def _refuse_unsupported(config: VllmConfig, cache: "KVCacheConfig") -> None:
-    """Raise UsageError for settings under which blocks do not hold the rows of consecutive tokens of all layers."""
+    """Raise UsageError for settings of vLLM that the connector does not support."""
     parallel = config.parallel_config
     unsupported = {
         "speculative decoding": config.speculative_config is not None,
@@ -439,7 +443,8 @@ def _paged(layer: torch.nn.Module, cache: torch.Tensor, dtype: torch.dtype) -> P
     """Return a layer's cache with the function by which vLLM itself writes keys and values into it.
 
     Raises:
-        UsageError: the layer has another attention than keys and values by head, or a cache of an unknown dtype.
+        UsageError: the layer's backend cannot write keys and values apart from attending, or the cache has an
+            unknown dtype.
     """
     write = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
     if not isinstance(layer, Attention) or write is None:

@@ -19,9 +19,9 @@ from sparsekv.runtime.vllm.decoding import AnswerLayers, DecodeSteps, SparseAtte
 
 @dataclass
 class SparseCPUMetadata(CPUAttentionMetadata):
-    """Metadata of a step. `build` makes it again with other lengths of the sequences.
+    """vLLM's metadata of a step. `build` makes the metadata again for other sequence lengths [B].
 
-    `split` is the step's division into sparse and dense requests, made by the first layer.
+    `split` is the step's division into sparse and dense requests, which the step's first layer makes for all layers.
     """
 
     build: Callable[[torch.Tensor], CPUAttentionMetadata] | None = None
@@ -30,12 +30,12 @@ class SparseCPUMetadata(CPUAttentionMetadata):
 
 @dataclass(frozen=True)
 class Split:
-    """Requests of a step.
+    """The sparse and the dense requests of a step.
 
     Attributes:
-        sparse: tokens that attend sparsely, by their number in the batch.
-        rest: metadata with which these tokens attend to a single row, and all other tokens as without a method; None if
-            there are no others.
+        sparse: the layers of each token that attends sparsely, by the token's index in the batch.
+        rest: metadata for vLLM's own attention of all other tokens; None if there are none or no token is sparse. With
+            it the sparse tokens attend to a single row, and their output is overwritten.
     """
 
     sparse: dict[int, AnswerLayers]
@@ -43,7 +43,7 @@ class Split:
 
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Makes vLLM's metadata, and keeps the function that makes it again."""
+    """Makes vLLM's metadata, and stores in it the function that makes it again for other sequence lengths."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseCPUMetadata:
         build = super().build
@@ -104,7 +104,7 @@ class SparseCPUBackend(CPUAttentionBackend):
 
 
 def _split(metadata: SparseCPUMetadata, steps: DecodeSteps) -> Split:
-    """Divide a step's requests. A request is known by the slot of its token, which no other request writes."""
+    """Divide a step's requests. A sparse request is recognised by the slot that its only token writes."""
     if metadata.split is None:
         assert metadata.build is not None
         starts, sparse, lengths = metadata.query_start_loc.tolist(), {}, metadata.seq_lens.clone()

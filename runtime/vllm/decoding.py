@@ -1,7 +1,7 @@
-"""Decode steps of an engine's requests over indices, by a method of the indices.
+"""Sparse decode steps, by a method of the index, of an engine's requests over indices.
 
-Each request has layers of its own, with the exact rows: sinks, tail, and the rows after the document. All requests over
-an index share its selectors and its rows, which are those of the index's files.
+Each request has its own layers, with the exact rows: sinks, tail, and the rows after the document. All requests over an
+index share its selectors and the middle's rows, which are read from the index's files.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +34,8 @@ class Decode:
     """A decode step of a request over an index, for the answer's token at `position`.
 
     Attributes:
-        blocks: numbers of the request's blocks from the token `first` on. All tokens after the index's are in them.
+        blocks: numbers of the request's blocks from the token `first` on. They include all tokens after the index's
+            prompt.
     """
 
     request: str
@@ -54,11 +55,12 @@ class IndexLayers:
 
     Args:
         artifact: the index, with the KV heads of this process.
-        calls: an attention call of each layer of this process, in the engine's dtype, with its settings of attention.
+        calls: an attention call of each layer of this process, in the engine's dtype, with the layer's scale, window,
+            soft cap and sinks.
 
     Raises:
-        SparsekvError: the index lacks the method, its files are damaged, the method keeps state of one request, or the
-            engine attends with other settings than the build.
+        SparsekvError: the index lacks the method, its files are damaged, the method keeps state of one request or lets
+            layers share a ranking, or the engine attends with other settings than the build.
     """
 
     def __init__(self, artifact: ArtifactShare, method: str, calls: Sequence[AttentionCall]):
@@ -120,7 +122,7 @@ class DecodeSteps:
         self._indices[name] = index
 
     def begin(self, decodes: Iterable[Decode]) -> None:
-        """Begin a step. Decode steps over an index that was not added attend densely."""
+        """Begin an engine step with its sparse decode steps. Those over an index that was not added attend densely."""
         answers, self._by_slot = self._answers, {}
         self._answers = {}
         for one in decodes:
@@ -133,7 +135,7 @@ class DecodeSteps:
             self._answers[one.request] = self._by_slot[slot] = layers
 
     def at(self, slot: int) -> AnswerLayers | None:
-        """Return the layers of the request whose new token is in a slot of the cache; None if it attends densely."""
+        """Return the layers of the request whose new token writes to a cache slot; None if it attends densely."""
         return self._by_slot.get(slot)
 
     def _resume(self, decode: Decode) -> AnswerLayers:
@@ -155,7 +157,7 @@ def attend(layers: AnswerLayers, call: AttentionCall) -> torch.Tensor:
 
 
 class SparseAttention(ABC):
-    """An engine's attention of one layer that can decode sparsely, as a base class beside the engine's own.
+    """Mixin for an engine's attention of one layer, with which the layer can decode sparsely.
 
     Attributes:
         number: index of the layer in its model.

@@ -31,7 +31,7 @@ class ServedModel:
     dtype: str
 
     def check(self, manifest: Manifest) -> None:
-        """Raise SparsekvError if an index has another model or tokenizer, or rows that an engine cannot continue."""
+        """Raise SparsekvError if an index has another model or tokenizer, or the errors of `check_continuable`."""
         check_model(manifest, self.model, self.dtype)
         check_tokenizer(manifest, self.tokenizer)
         check_continuable(manifest)
@@ -59,9 +59,10 @@ def identify_served(model: str, tokenizer: str, config: "PreTrainedConfig", roun
 
 
 def check_continuable(manifest: Manifest) -> None:
-    """Raise ArtifactError if an engine that loads an index's rows would compute other rows after them than the build.
+    """Raise ArtifactError if an engine that loads an index's rows computes other rows after them than the build did.
 
-    The index also has to be one whose rows are all that the model keeps of its tokens.
+    This is so after a sparse prefill, with RoPE that depends on the length, and for layers with a state, which no rows
+    store.
     """
     if manifest.states:
         raise ArtifactError("its model has layers that keep a state, which is not loaded into an engine; use `serve`")
@@ -110,14 +111,14 @@ def row_tolerance(manifest: Manifest, dtype: torch.dtype, *, rounded: bool) -> f
 
     Args:
         dtype: dtype of the engine's model.
-        rounded: the engine stores keys and values in another dtype than the model's, so in fewer bits.
+        rounded: whether the engine stores keys and values in fewer bits than the model's dtype.
     """
     tolerance = probe_tolerance(manifest, dtype, over_exact=manifest.kv_storage is not None)
     return ROW_TOLERANCE * max(tolerance, PROBE_TOLERANCE[COARSEST]) if rounded else FACTOR * tolerance
 
 
 def check_rows(manifest: Manifest, distances: list[float], tolerance: float) -> float:
-    """Return the largest distance of rows that an engine computed over loaded rows from the index's rows.
+    """Return the largest of the layers' distances between rows that an engine computed and the index's rows.
 
     With int8 rows the median over layers is returned, because rounding may route a token to another expert.
 
@@ -125,7 +126,7 @@ def check_rows(manifest: Manifest, distances: list[float], tolerance: float) -> 
         distances: relative distance of the computed rows, for each layer.
 
     Raises:
-        ArtifactError: the distance is larger than the tolerance.
+        ArtifactError: the returned distance would be larger than the tolerance.
     """
     found = torch.tensor(distances)
     off = float(found.amax() if manifest.kv_storage is None else found.median())
@@ -139,4 +140,4 @@ def check_rows(manifest: Manifest, distances: list[float], tolerance: float) -> 
 
 
 def _quiet(text: str) -> None:
-    """Drop a line about progress."""
+    """Print no progress."""

@@ -1,11 +1,11 @@
 """Write rows of an index into a paged KV cache, and compare rows that the engine has written with the index's rows.
 
-The layout of a cache's blocks depends on backend, CPU and dtype. Nothing here knows it: rows are written by the
-engine's own function, a comparison writes the expected rows with that function too, and `find_layout` finds the places
-of a block's rows by writing numbers that are all different.
+The layout of a cache's blocks depends on backend, CPU and dtype, and this module does not assume one. Rows are written
+by the engine's own function. A comparison writes the expected rows with this function too, and compares blocks.
+`find_layout` finds where a block stores each number, by writing numbers that are all different.
 
-In shapes, B is the number of blocks, N of tokens in a block, Hk of KV heads, D of a head's channels, T of some tokens,
-and C of a token's numbers in a block.
+Shapes have these letters: B blocks, N tokens of a block, Hk KV heads, D channels of a head, T tokens, and C elements
+that a block has for each token and head.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class PagedLayer:
         cache: [B, Hk, N, C], of any strides.
         write: the engine's own function that stores keys and values in this cache.
         dtype: dtype of the keys and values that `write` takes.
-        stored: dtype of the cache's numbers, which may be kept in a cache of bytes.
+        stored: dtype of the stored numbers; `cache` itself may be a tensor of bytes.
     """
 
     cache: torch.Tensor
@@ -38,14 +38,14 @@ class PagedLayer:
     stored: torch.dtype
 
     def load(self, rows: ContextRows, first: int, slots: torch.Tensor) -> None:
-        """Write the rows of the tokens from `first` on, one for each slot. Allocates PIECE rows at a time."""
+        """Write the index's rows of the tokens from `first` on, one for each of `slots` [T], PIECE rows at a time."""
         for start in range(0, len(slots), PIECE):
             piece = slots[start : start + PIECE]
             tokens = slice(first + start, first + start + len(piece))
             self.write(*self._rows(rows, tokens), self.cache, piece.to(self.cache.device))
 
     def distance(self, rows: ContextRows, tokens: range, slots: torch.Tensor) -> float:
-        """Compare the engine's own rows in some slots with the rows of an index.
+        """Compare the rows that the engine has written to `slots` [T] with an index's rows of `tokens`.
 
         Returns:
             The norm of the difference relative to the norm of the index's rows, both as stored in the cache.
@@ -55,7 +55,7 @@ class PagedLayer:
         own = self.cache.index_select(0, blocks.to(self.cache.device))
         local_slots = (local * size + slots % size).to(self.cache.device)
         expected = self._rows(rows, slice(tokens.start, tokens.stop))
-        # All other numbers of the blocks are equal in the first pair of tensors, and zero in the last tensor.
+        # `replaced` and `own` differ only in the compared rows. `alone` has only the index's rows, and zeros elsewhere.
         replaced, alone = self._scratch(len(blocks)), self._scratch(len(blocks))
         replaced.copy_(own)
         for scratch in (replaced, alone):
@@ -64,7 +64,7 @@ class PagedLayer:
         return float(difference / self._floats(alone).norm().clamp(min=torch.finfo(torch.float32).tiny))
 
     def _rows(self, rows: ContextRows, tokens: slice) -> Pair:
-        """Return keys and values [T, Hk, D] in the dtype and on the device of the cache's engine."""
+        """Return the index's keys and values [T, Hk, D] in the dtype that `write` takes, on the cache's device."""
         keys, values = (one.to(self.cache.device, self.dtype).transpose(0, 1).contiguous() for one in rows.part(tokens))
         return keys, values
 
@@ -74,14 +74,14 @@ class PagedLayer:
         return torch.empty_strided(shape, self.cache.stride(), dtype=self.cache.dtype, device=self.cache.device).zero_()
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
-        """View blocks [B, Hk, N, C] as the numbers [B, ...] that each of them stores."""
+        """Return the numbers [B, ...] that blocks [B, Hk, N, C] store, in the dtype `stored`."""
         return blocks.contiguous().view(self.stored).flatten(1)
 
     def _floats(self, blocks: torch.Tensor) -> torch.Tensor:
         return self.numbers(blocks).float()
 
     def find_layout(self, channels: int) -> "BlockLayout":
-        """Find the places of a block's rows, by writing a number of its own for each channel into an empty block.
+        """Find where a block stores each channel of its keys and values, by writing distinct numbers to an empty block.
 
         Raises:
             UsageError: the cache does not store each number once, without rounding.
@@ -112,7 +112,7 @@ DIGITS = 128
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Places of keys and values [N, Hk, D] int64 among the numbers of a block."""
+    """Indices [N, Hk, D] int64 of a block's keys and values among the numbers that the block stores."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -131,8 +131,9 @@ def slots_of(blocks: Sequence[int], size: int, tokens: range) -> torch.Tensor:
     """Return the slots [T] int64 of a request's tokens.
 
     Args:
-        blocks: numbers of the request's blocks, from its first token on.
-        size: tokens of a block.
+        blocks: numbers of the blocks, from the token at position 0 on.
+        size: number of tokens of a block.
+        tokens: the tokens' positions.
     """
     positions = torch.arange(tokens.start, tokens.stop)
     return torch.tensor(blocks)[positions // size] * size + positions % size

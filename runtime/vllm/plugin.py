@@ -5,6 +5,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 
 def register() -> None:
-    """Replace vLLM's attention on CPUs by one that attends in the same way until a connector turns a method on."""
+    """Replace vLLM's attention on CPUs by `SparseCPUBackend`, which attends in the same way unless a connector has
+    prepared a method."""
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, "sparsekv.runtime.vllm.cpu_attention.SparseCPUBackend")

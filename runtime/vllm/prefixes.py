@@ -16,7 +16,7 @@ RUN = 8
 
 @dataclass(frozen=True)
 class Prefix:
-    """The tokens that a request and an index have in common.
+    """The first tokens that a request shares with an index's prompt: those to load, and those to compare.
 
     Attributes:
         index: the index's name.
@@ -38,11 +38,11 @@ class Trial:
 
 
 class PrefixTable:
-    """The prompts of all indices, which of them are trusted, and the trial that is running, if any.
+    """The prompts of all indices, the set of trusted indices, and the running trial, if there is one.
 
     Args:
         prompts: token ids of each index's prompt, by the index's name.
-        block: tokens of one of vLLM's blocks.
+        block: number of tokens in a block of vLLM's cache.
     """
 
     def __init__(self, prompts: Mapping[str, Sequence[int]], block: int):
@@ -52,7 +52,7 @@ class PrefixTable:
         self.trial: Trial | None = None
 
     def longest(self, ids: Sequence[int]) -> Prefix | None:
-        """Return the prefix of the index that has the most tokens to load for a prompt; None if no index has a block.
+        """Return the prefix of the index with the most tokens to load for a prompt; None if no index has a whole block.
 
         At least one token of the prompt is never loaded, because its logits are needed.
         """
@@ -60,14 +60,14 @@ class PrefixTable:
         return max((prefix for prefix in found if prefix.loaded > 0), key=lambda prefix: prefix.loaded, default=None)
 
     def whole(self, ids: Sequence[int]) -> str | None:
-        """Return the index of the longest prompt that is all in the beginning of a prompt; None if there is none."""
+        """Return the index whose whole prompt `ids` begin with, the longest one of several; None if there is none."""
         whole = {name: shared for name, shared in self._shared(ids).items() if shared == len(self._prompts[name])}
         return max(whole, key=lambda name: whole[name], default=None)
 
     def waits(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt waits until the trial that is running ends.
+        """Whether a prompt must wait until the running trial ends.
 
-        It does if it begins with a block of the index on trial, or if it would begin another trial.
+        It must if its first block is that of the index on trial, or if it would begin another trial.
         """
         if self.trial is None:
             return False

@@ -238,7 +238,7 @@ def test_an_index_built_in_pieces_is_the_one_built_at_once(monkeypatch: pytest.M
         (
             ("--index", "doc.skv", "--shared", "--batch", "999"),
             2,
-            ("--batch 999", "half the number of the index's held-out queries"),
+            ("--batch 999", "half the number of queries of the index's tail"),
         ),
         (("--index", "doc.skv", "--layer", "99"), 2, ("--layer 99", "0, 1, 2")),
         (("--index", "doc.skv", "--method", "csattention"), 2, ("build-index doc.skv --method csattention",)),

@@ -62,7 +62,7 @@ class ClusterSelector(Selector):
             share. The lookup scores at most about half of the second coarsest level's clusters, a quarter of those of
             the next level, and so on.
         thresholds: select clusters whose score reaches a threshold; None: the best clusters up to the budget.
-        replace: attend to centroids in place of the tokens that are not selected.
+        replace: attend to centroids instead of the tokens that are not selected.
         clustering: parameters for clustering new tokens; None: new tokens are not appended.
         append_size: number of new tokens that are appended at a time.
         windowed_rope: score lookup centroids, which are means of keys with RoPE undone; None: score centroids of keys

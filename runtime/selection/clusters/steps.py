@@ -245,7 +245,7 @@ class ClusterSteps:
         below: number of children and first child [Hk, C] int32 of each cluster of the level above the finest; None if
             kernels do not support a hierarchical lookup in these clusters.
         own: whether the scored centroids of `tree` are `keys`; if not, they are centroids for windowed RoPE.
-        replaces: whether queries attend to centroids in place of the tokens that are not selected.
+        replaces: whether queries attend to centroids instead of the tokens that are not selected.
         in_8_bits: int8 centroids of the finest level for kernels of a flat lookup; None: kernels read `keys` and
             `values`.
     """

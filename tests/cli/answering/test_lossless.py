@@ -41,8 +41,8 @@ def test_answers_are_those_of_dense_attention_and_resumed_as_such() -> None:
     [
         (("--batch-size", "2"), "--batch-size 2: --lossless verifies drafts of one question at a time"),
         (("--sources", "2"), "--lossless cannot be used with --sources"),
-        (("--prefill", "own"), "--lossless gives the answer of dense attention to all tokens, which --prefill does"),
-        (("--gauge",), "--lossless gives the answer of dense attention to all tokens, which --gauge does"),
+        (("--prefill", "own"), "dense attention to all tokens and cannot be used with --prefill"),
+        (("--gauge",), "dense attention to all tokens and cannot be used with --gauge"),
     ],
 )
 def test_what_does_not_go_with_it_is_named(options: tuple[str, ...], told: str) -> None:

@@ -178,9 +178,7 @@ def test_the_fastest_source_is_taken_and_the_others_are_tried_again() -> None:
 )
 def test_what_would_change_a_dense_answer_is_refused(changes: dict[str, object], named: str) -> None:
     usual: dict[str, object] = {"attention": MethodSpec("codes", "", Codes()), "question": Dense()}
-    with pytest.raises(
-        UsageError, match=f"--lossless gives the answer of dense attention to all tokens, which {named} does"
-    ):
+    with pytest.raises(UsageError, match=f"--lossless gives the answer of dense attention .* be used with {named}"):
         DecodeConfig(**(usual | changes), lossless=True)  # type: ignore[arg-type]
 
 
