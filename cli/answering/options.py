@@ -214,8 +214,8 @@ class TimedAttentionOptions(AttentionOptions):
         str | None,
         typer.Option(
             help="Method that selects the tokens to attend to, `dense` for dense attention to all of them, or `auto` "
-            "for the faster of dense attention and the default method. The first auto of its kind times a step of "
-            "both on this machine, for a second or so. Default: what `tune` found, or the index's first.",
+            "for the faster of dense attention and the default method. auto measures a step of both on this machine, "
+            "and keeps the times for later calls. Default: what `tune` found, or the index's first.",
             autocompletion=names_of(methods, DENSE, AUTO),
         ),
     ] = None
