@@ -67,7 +67,7 @@ class Choice:
         asked = f"{self.questions} question{'s' * (self.questions != 1)}"
         dense, method = f"{self.times.dense:.3g} ms", self.times.method
         if method is None:
-            apart = "answers one question at a time" if self.questions > 1 else "takes steps that are no CUDA graphs"
+            apart = "answers one question at a time" if self.questions > 1 else "has no CUDA graph"
             return f"--method auto: dense attention ({asked}: {dense} a layer; {self.method} {apart})"
         if self.times.prefers_method:
             return f"--method auto: {self.method} ({asked}: {method:.3g} ms a layer, dense attention {dense})"
@@ -108,6 +108,8 @@ def choose_faster(
     file = cache_root() / FOLDER / f"{key[:32]}.json"
     if (times := _parsed(read_small(file), key)) is None:
         times = compared.measure()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the size of a batch follows from the memory that is free
         replace_small(file, json.dumps({"of": facts, "dense_ms": times.dense, "method_ms": times.method}) + "\n")
     if not times.prefers_method:
         config = replace(config, attention=Dense(), budget=EVERYTHING, layer_budgets={}, dense_layers=0, origin="")
