@@ -6,13 +6,13 @@ from functools import partial
 import typer
 
 from sparsekv.cli.answering.options import (
-    AttentionOptions,
     Choices,
     PlacementOption,
     RawOption,
     SamplingOptions,
     SourcesOption,
     StatsOption,
+    TimedAttentionOptions,
 )
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.index_option import open_artifact
@@ -28,7 +28,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatAttention(AttentionOptions):
+class ChatAttention(TimedAttentionOptions):
     """The attention options that `chat` offers."""
 
     placement: PlacementOption = "device"
@@ -69,6 +69,11 @@ def chat(options: ChatOptions) -> None:
     artifact, quiet = open_artifact(options.index), options.run.quiet
     config = options.attention.config(artifact)
     choices = Choices.of(options.attention, artifact, config)
+    if options.attention.by_time:
+        from sparsekv.cli.answering.faster import take_faster  # the module imports transformers
+
+        where, told = (options.run.device, options.run.dtype), options.stats or not quiet
+        config = take_faster(artifact, config, 1, *where, quiet=not told).config
     early = EarlyReading.of(artifact, options.run.device, config)
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.chatting.loop import HOW, converse, piped_questions

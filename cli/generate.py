@@ -36,17 +36,28 @@ def generate(options: GenerateOptions) -> None:
     """
     refuse_little_room()
     ranks, artifact = join_ranks(options.device), open_artifact(options.index)
-    config = options.attention.config(artifact, gauge=options.gauge)
-    early = None if ranks is not None else EarlyReading.of(artifact, options.device, config)
+    config, by_time = options.attention.config(artifact, gauge=options.gauge), options.attention.by_time
+    early = None if ranks is not None or by_time else EarlyReading.of(artifact, options.device, config)
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.answering.answers import Questions, Schedule
+    from sparsekv.cli.answering.faster import take_faster
     from sparsekv.cli.answering.output import Output
     from sparsekv.cli.common.loading import OpeningTimes, load_for
 
     sampling, at_once = options.sampling.make(), options.questions_at_once(config, ranks)
     options.check(artifact)
-    questions = Questions.read(options, ranks)
-    output = Output.open(options, config, sampling, artifact, questions.texts)
+    questions, choice = Questions.read(options, ranks), None
+    if by_time:
+        choice = take_faster(
+            artifact,
+            config,
+            questions.together(at_once, options.device),
+            options.device,
+            options.dtype,
+            quiet=options.quiet and not options.with_stats,
+        )
+        config, early = choice.config, EarlyReading.of(artifact, options.device, choice.config)
+    output = Output.open(options, config, sampling, artifact, questions.texts, choice)
     if len(output.done) == len(questions.texts):
         return say("\n".join(output.done))
     times = OpeningTimes()

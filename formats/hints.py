@@ -9,6 +9,8 @@ from pathlib import Path
 from sparsekv.formats.errors import nearest
 
 ENDING = ".skv"
+AUTO_ELSEWHERE = "auto works only as --method of `generate` and `chat`"
+"""Reason for which other commands refuse the method `auto`."""
 
 _EXTENSION = re.compile(r"\.(?!v\d+$)[a-z][a-z0-9_+-]*", re.IGNORECASE)
 """An extension begins with a letter and is no version: .0, .2024-05 and .v2 in Apache-2.0, notes.2024-05 and paper.v2

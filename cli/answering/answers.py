@@ -12,6 +12,7 @@ import torch
 from sparsekv.cli.answering.options import AT_ONCE, GenerateOptions
 from sparsekv.cli.common.console import note, note_plain
 from sparsekv.cli.common.questions import read_lines, read_question
+from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
@@ -61,6 +62,15 @@ class Questions:
             one = "a question" if options.prompt_file is None else "--prompt-file"
             raise UsageError(f"--batch-file and {one} exclude each other: give one of them")
         return read_lines(options.batch_file, "--batch-file")
+
+    def together(self, at_once: int | None, device: str) -> int:
+        """Return how many questions are answered at once, if the memory of the device named `device` suffices.
+
+        Args:
+            at_once: the value of --batch-size; None is auto.
+        """
+        asked = sum(bool(text.strip()) for text in self.texts)
+        return max(1, min(asked, at_once or AT_ONCE.get(choose_device(device).type, 1)))
 
     def encode(self, index: OpenIndex) -> list[torch.Tensor | None]:
         """Return the token ids [Q] of each question; None for a blank line of a batch.

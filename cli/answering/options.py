@@ -27,6 +27,7 @@ from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.cli.distributed.join import refuse_with_ranks
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.attention.config import MOST_SOURCES, QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
@@ -205,6 +206,47 @@ class AttentionOptions:
         return found[1], self.parameters | {"step": int(found[2])}
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedAttentionOptions(AttentionOptions):
+    """Attention options with the method `auto`, which a command replaces by the faster of two, see `take_faster`."""
+
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method that selects the tokens to attend to, `dense` for dense attention to all of them, or `auto` "
+            "for the faster of dense attention and the default method. auto measures a step of both on this machine, "
+            "and keeps the times for later calls. Default: what `tune` found, or the index's first.",
+            autocompletion=names_of(methods, DENSE, AUTO),
+        ),
+    ] = None
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the method is `auto`."""
+        return self.method == AUTO
+
+    def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
+        """Return the config for answers, as in the base class; with `auto`, that of the method to compare with dense
+        attention. Also raises UsageError for an option that `auto` cannot have, because dense attention lacks it."""
+        if not self.by_time:
+            return super().config(artifact, gauge=gauge)
+        refused = {
+            "--lossless": self.lossless,
+            "--guard": self.guard is not None,
+            "--gauge": gauge,
+            "--ahead": self.ahead,
+            f"--placement {self.placement}": self.placement != "device",
+            f"--prefill {self.prefill}": self.prefill not in (None, DENSE, Own.name),
+        }
+        for option, given in refused.items():
+            if given:
+                raise UsageError(
+                    f"{option} cannot be combined with --method auto, which may take dense attention; name a method, "
+                    f"or leave {option.split()[0]} out"
+                )
+        return replace(self, method=None).config(artifact, gauge=gauge)
+
+
 @dataclass
 class Choices:
     """Settings of the command line that a chat keeps when the user switches the method or the budget.
@@ -279,7 +321,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateAttention(AttentionOptions):
+class GenerateAttention(TimedAttentionOptions):
     """All attention options; `generate` offers each of them."""
 
     schedule: Annotated[
@@ -438,7 +480,8 @@ class GenerateOptions:
         """
         size = self.batch_size
         if ranks is not None:
-            refuse_with_ranks({"--resume": self.resume, "--save-to": self.save_to, "--sources": self.sources})
+            refused = {"--resume": self.resume, "--save-to": self.save_to, "--sources": self.sources}
+            refuse_with_ranks(refused | {"--method auto": self.attention.by_time})
             refuse_merged_heads(config)
             if size not in ("auto", "1"):
                 raise UsageError(

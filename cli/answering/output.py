@@ -14,6 +14,7 @@ from sparsekv.cli.common.stats import note_cut, print_sources, print_stats
 from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.benchmark.faster_attention import Choice
 from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.selection.checked import code_of
@@ -30,6 +31,7 @@ class Output:
         settings: settings besides the config that decide an answer.
         resumed: the file of --resume, which also gets each line; it may have the first lines from earlier runs.
         sources: whether to show the sources of each answer.
+        choice: the choice of `--method auto`; None for any other method.
     """
 
     config: DecodeConfig
@@ -41,6 +43,7 @@ class Output:
     settings: dict[str, Any]
     resumed: AnswersFile | None
     sources: bool = False
+    choice: Choice | None = None
     stream: AnswerStream = field(default_factory=AnswerStream)
 
     @classmethod
@@ -51,6 +54,7 @@ class Output:
         sampling: Sampling,
         artifact: Artifact,
         questions: Sequence[str],
+        choice: Choice | None = None,
     ) -> Self:
         """Make the output that the options name. Raises the errors of `AnswersFile` and its `begin`."""
         shown = {} if options.sources is None else {"sources": options.sources}
@@ -63,7 +67,7 @@ class Output:
                 note(told, quiet=options.quiet)
         of_batch, stats = options.batch_file is not None, options.with_stats
         about = config, sampling, options.as_json, of_batch, stats, options.quiet, settings, resumed
-        return cls(*about, sources=bool(shown))
+        return cls(*about, sources=bool(shown), choice=choice)
 
     @property
     def done(self) -> Sequence[str]:
@@ -119,7 +123,8 @@ class Output:
         shown = {"layers": bool(self.config.measured), "sources": self.sources}
         left_out = {"ids", *(name for name, some in shown.items() if not some)}
         kept = {name: value for name, value in asdict(answer).items() if name not in left_out}
-        return {"question": question, **kept, **identity(self.config), "settings": self.settings}
+        choice = {} if self.choice is None else {"auto": self.choice.record()}
+        return {"question": question, **kept, **identity(self.config), "settings": self.settings, **choice}
 
     def _total(self, answers: Sequence[Answer], seconds: float) -> None:
         """Note how many answers of a batch were cut, and with --stats also the speed of the whole batch."""

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError, suggestion
-from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split, given_parameters
+from sparsekv.formats.hints import AUTO_ELSEWHERE
+from sparsekv.formats.index.schema import AUTO, LayerFacts, RopeFacts, Split, given_parameters
 from sparsekv.formats.registry import Registry
 
 Tensors = dict[str, torch.Tensor]
@@ -199,10 +200,12 @@ def choose_indexers(names: list[str]) -> list[str]:
     """Return the names of the methods to build: all for `all`, the default methods for an empty list.
 
     Raises:
-        UsageError: a method does not exist.
+        UsageError: a method does not exist, or is `auto`.
     """
     known = indexers()
     for name in names:
+        if name == AUTO:
+            raise UsageError(f"{AUTO_ELSEWHERE}; name a method that has an index: {', '.join(known)}")
         if name not in known and name != "all":
             raise UsageError(
                 f"no index is built for '{name}' (methods without an index need no build); these have one: "

@@ -25,7 +25,7 @@ from sparsekv.runtime.benchmark.layer import (
     relative_error,
     sparse_layer,
 )
-from sparsekv.runtime.benchmark.sources import LayerIndexer, Source, asked, layer_of
+from sparsekv.runtime.benchmark.sources import LayerIndexer, Source, asked_by_many, layer_of, middle_layer
 from sparsekv.runtime.cache.buffers import Run
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
@@ -35,20 +35,32 @@ from sparsekv.runtime.selection.registry import DENSE, configure
 
 
 class SettingTimes:
-    """Times the decode step of one query, selection included, over the keys and values of one layer of an index.
+    """Times the decode step of `questions` queries, selection included, over the keys and values of an index's layer.
 
-    Allocates the layer's keys and values, and a copy in the layout of the timed variant.
+    Allocates the layer's keys and values in `dtype`, by default the index's, and a copy in the layout of the timed
+    variant.
     """
 
-    def __init__(self, artifact: Artifact, clock: Clock):
-        indexed = artifact.manifest.indexed_layers
-        self.artifact, self.clock, self.layer = artifact, clock, indexed[len(indexed) // 2]
-        self.data = asked(layer_of(artifact, self.layer, clock.device, DTYPES[artifact.manifest.dtype]), 1)
+    def __init__(self, artifact: Artifact, clock: Clock, questions: int = 1, dtype: torch.dtype | None = None):
+        self.artifact, self.clock, self.layer = artifact, clock, middle_layer(artifact)
+        data = layer_of(artifact, self.layer, clock.device, dtype or DTYPES[artifact.manifest.dtype])
+        self.data = asked_by_many(data, questions)
+
+    def dense_step(self) -> Run:
+        """Make a step with the dense attention of `generate --method dense`."""
+        return layer_step(self.data, dense_layer(self.data))
+
+    def sparse_step(self, form: MethodSpec, budget: Budget) -> tuple[Run, LayerPlan]:
+        """Make a step with one variant of a method; also return the layer's plan."""
+        prepared = prepare_layer(LayerRows(self.artifact, self.layer), form, self.clock.device)
+        middle = place_rows(self.data, prepared.selector)
+        layer = sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, budget))
+        return layer_step(self.data, layer), layer.plan
 
     @torch.inference_mode()
     def dense(self) -> float:
-        """Return the median milliseconds of a step with the dense attention of `generate --method dense`."""
-        return self.clock.time(layer_step(self.data, dense_layer(self.data))).median
+        """Return the median milliseconds of a step with dense attention."""
+        return self.clock.time(self.dense_step()).median
 
     @torch.inference_mode()
     def sparse(self, form: MethodSpec, share: float) -> float:
@@ -57,12 +69,7 @@ class SettingTimes:
         Args:
             share: the budget, as a fraction of the tokens between sinks and tail.
         """
-        rows = LayerRows(self.artifact, self.layer)
-        prepared = prepare_layer(rows, form, self.clock.device)
-        middle = place_rows(self.data, prepared.selector)
-        step = layer_step(
-            self.data, sparse_layer(self.data, middle, prepared.selector, DecodeConfig(form, Budget(share)))
-        )
+        step, _ = self.sparse_step(form, Budget(share))
         return self.clock.time(step, form.method.cycle()).median
 
 

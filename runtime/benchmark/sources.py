@@ -90,6 +90,12 @@ def _join(pieces: list[Tensors]) -> Tensors:
     return {name: torch.cat([piece[name] for piece in pieces]) if name in by_head else first[name] for name in first}
 
 
+def middle_layer(artifact: Artifact) -> int:
+    """Return the index of the layer in the middle of an index's indexed layers."""
+    indexed = artifact.manifest.indexed_layers
+    return indexed[len(indexed) // 2]
+
+
 def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dtype: torch.dtype) -> LayerData:
     """Read layer `layer` of an index; None: the middle one of the indexed layers.
 
@@ -100,7 +106,7 @@ def stored_layer(artifact: Artifact, layer: int | None, device: torch.device, dt
     """
     manifest = artifact.manifest
     indexed = manifest.indexed_layers
-    number = indexed[len(indexed) // 2] if layer is None else layer
+    number = middle_layer(artifact) if layer is None else layer
     if number not in indexed:
         raise UsageError(f"--layer {number}: the indexed layers are {', '.join(map(str, indexed))}")
     facts = manifest.attending[number]
@@ -152,6 +158,20 @@ def asked(data: LayerData, questions: int) -> LayerData:
         )
     places = torch.linspace(known - 1, 0, questions, device=data.query.device).round().long()
     return replace(data, query=data.query[:, places].contiguous())
+
+
+def asked_by_many(data: LayerData, questions: int) -> LayerData:
+    """Return a stored layer with `questions` queries, which may be more than it has.
+
+    Queries beyond the layer's own are random, with the same mean square: they select other tokens than the layer's own
+    queries, as those of other questions do.
+    """
+    own = asked(data, min(questions, data.questions))
+    heads, known, channels = own.query.shape
+    generator = torch.Generator(own.query.device).manual_seed(0)
+    drawn = torch.randn(heads, questions - known, channels, generator=generator, device=own.query.device)
+    drawn *= own.query.float().square().mean().sqrt()
+    return replace(own, query=torch.cat([own.query, drawn.to(own.query.dtype)], 1))
 
 
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:

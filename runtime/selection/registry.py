@@ -5,8 +5,9 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
 from sparsekv.formats.errors import UsageError, check_type, suggestion
-from sparsekv.formats.hints import add_methods_hint
+from sparsekv.formats.hints import AUTO_ELSEWHERE, add_methods_hint
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import AUTO
 from sparsekv.formats.registry import Registry
 from sparsekv.runtime.selection.interface import Method, MethodSpec
 
@@ -132,13 +133,16 @@ def choose_methods(
         beside: other accepted names, such as `dense`, which an error message lists with the methods.
 
     Raises:
-        UsageError: a method does not exist, is `dense` without being in `beside`, or the index was not built with it.
+        UsageError: a method does not exist, is `auto`, is `dense` without being in `beside`, or the index was not built
+            with it.
     """
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
         if name == DENSE and name not in beside:
             raise UsageError(f"{name} attention is the baseline with which all methods are compared; leave it out")
+        if name == AUTO:
+            raise UsageError(f"{AUTO_ELSEWHERE}; name one of: {', '.join([*usable, *beside])}")
         if name not in known and name != "all":
             there = [*usable, *beside]
             several = "; name each by a --method of its own" if "," in name else ""

@@ -41,6 +41,7 @@ CASES = {
         ("generate", "Why?", "--max-new-tokens", "2", "--gauge", "--guard", "0.2", "--method", "multipole"),
         ("generate", "--batch-file", "questions.txt", "--max-new-tokens", "2", "--prefill", "quoka", *DRAWN),
         ("generate", "--batch-file", "questions.txt", "--max-new-tokens", "2", "--sources", "2"),
+        ("generate", "Why?", "--max-new-tokens", "2", "--method", "auto"),
     ],
     "trace": [
         ("trace", "Why?", "--max-new-tokens", "2"),

@@ -63,6 +63,7 @@ def test_heads_that_ranks_cannot_share_are_refused_with_their_numbers(place: Pat
     ("arguments", "says"),
     [
         (("generate", "-i", "doc.skv", "Why?", "--save-to", "s.skv"), "--save-to does not work with several ranks"),
+        (("generate", "-i", "doc.skv", "Why?", "--method", "auto"), "--method auto does not work with several ranks"),
         (("build-index", "doc.txt", "none.txt", "--model", "model"), "with --gpus, one document is indexed at a time"),
         (
             ("build-index", "doc.txt", "--model", "model", "--prefill", "keydiff", "--force"),
@@ -70,7 +71,7 @@ def test_heads_that_ranks_cannot_share_are_refused_with_their_numbers(place: Pat
         ),
         (("generate", "-i", "doc.skv", "Why?", "--device", "cuda"), "--device cuda: each rank takes the GPU of"),
     ],
-    ids=["save-to", "documents", "prefill", "device"],
+    ids=["save-to", "auto", "documents", "prefill", "device"],
 )
 def test_what_ranks_cannot_do_is_refused(place: Path, arguments: tuple[str, ...], says: str) -> None:
     code, line = _told(*arguments)

@@ -1,0 +1,199 @@
+"""Choose dense attention or a method by the time of a decode step on this machine, measured once and kept in the user's
+cache folder."""
+
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from sparsekv.formats.checksums import hash_json
+from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import layer_file
+from sparsekv.formats.user.cache import cache_root, read_small, replace_small
+from sparsekv.runtime.attention.config import EVERYTHING, DecodeConfig, Dense
+from sparsekv.runtime.attention.plan import LayerPlan
+from sparsekv.runtime.benchmark.clock import clock_for
+from sparsekv.runtime.benchmark.layer_timer import SettingTimes
+from sparsekv.runtime.benchmark.sources import middle_layer
+from sparsekv.runtime.selection.checked import code_of
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
+
+FOLDER, REVISION = "step-times", 1
+ROUNDS = 5
+"""Number of times that both steps are timed in turn. The fastest round counts, because other load only adds time."""
+RUNS = {"cpu": 3, "cuda": 10}
+"""Number of timed runs per step and round, by device type."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of one layer's decode step, by dense attention and by a method: the median of the fastest round.
+
+    `method` is None if the time of one layer does not tell the time of the model's step. That is so if several
+    questions cannot share the method's step, or if on a GPU the step cannot be captured as a CUDA graph.
+    """
+
+    dense: float
+    method: float | None
+
+    @property
+    def prefers_method(self) -> bool:
+        return self.method is not None and self.method < self.dense
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The faster of dense attention and a method.
+
+    Attributes:
+        config: the config of the faster one.
+        method: the method that dense attention was compared with.
+        questions: number of questions that share a step.
+    """
+
+    config: DecodeConfig
+    method: str
+    questions: int
+    times: StepTimes
+
+    @property
+    def told(self) -> str:
+        """The choice and both times, as a line for the user."""
+        asked = f"{self.questions} question{'s' * (self.questions != 1)}"
+        dense, method = f"{self.times.dense:.3g} ms", self.times.method
+        if method is None:
+            apart = "answers one question at a time" if self.questions > 1 else "has no CUDA graph"
+            return f"--method auto: dense attention ({asked}: {dense} a layer; {self.method} {apart})"
+        if self.times.prefers_method:
+            return f"--method auto: {self.method} ({asked}: {method:.3g} ms a layer, dense attention {dense})"
+        return f"--method auto: dense attention ({asked}: {dense} a layer, {self.method} {method:.3g} ms)"
+
+    def record(self) -> dict[str, Any]:
+        """Return the choice as a JSON object."""
+        return {
+            "taken": self.config.attention.name,
+            "batch_size": self.questions,
+            "dense_ms": self.times.dense,
+            "compared_with": self.method,
+            "compared_ms": self.times.method,
+        }
+
+
+def choose_faster(
+    artifact: Artifact, config: DecodeConfig, questions: int, device: torch.device, dtype: torch.dtype
+) -> Choice:
+    """Choose the config of a method, or dense attention if a step of `questions` questions is not slower by it.
+
+    The times come from the user's cache. Times that are not cached are measured and stored there.
+
+    Args:
+        config: a config with a method.
+        dtype: dtype of the model.
+
+    Raises:
+        SparsekvError: one layer does not fit the device's memory.
+        ArtifactError: files of the index are damaged.
+    """
+    form = config.attention
+    if isinstance(form, Dense):
+        raise TypeError("dense attention is compared with a method")
+    compared = _Compared(artifact, form, config.budget, questions, device, dtype)
+    facts = compared.facts()
+    key = hash_json(facts)
+    file = cache_root() / FOLDER / f"{key[:32]}.json"
+    if (times := _parsed(read_small(file), key)) is None:
+        times = compared.measure()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the size of a batch follows from the memory that is free
+        replace_small(file, json.dumps({"of": facts, "dense_ms": times.dense, "method_ms": times.method}) + "\n")
+    if not times.prefers_method:
+        config = replace(config, attention=Dense(), budget=EVERYTHING, layer_budgets={}, dense_layers=0, origin="")
+    return Choice(config, form.name, questions, times)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """The steps whose times are compared: those of `questions` questions over an index, by a method and densely."""
+
+    artifact: Artifact
+    form: MethodSpec
+    budget: Budget
+    questions: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def facts(self) -> dict[str, Any]:
+        """Return everything that the times depend on, as a JSON object.
+
+        The number of tokens is rounded to an eighth of an octave. A CPU is named by its machine, because not every
+        system reports the name of the processor.
+        """
+        manifest, layer = self.artifact.manifest, middle_layer(self.artifact)
+        kv_heads, channels = self.artifact.heads_and_channels(layer)
+        record, on_gpu = manifest.methods.get(self.form.name), self.device.type == "cuda"
+        return {
+            "revision": REVISION,
+            "sparsekv": version("sparsekv"),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else platform.node(),
+            "threads": None if on_gpu else torch.get_num_threads(),
+            "query_heads": manifest.files[layer_file("queries", layer)].tensors["tail"].shape[0],
+            "kv_heads": kv_heads,
+            "channels": channels,
+            "dtype": str(self.dtype),
+            "kv_storage": None if manifest.kv_storage is None else manifest.kv_storage.dtype,
+            "tokens": round(2 ** (round(8 * math.log2(manifest.split.tokens)) / 8)),
+            "questions": self.questions,
+            "method": self.form.name,
+            "parameters": asdict(self.form.method),
+            "residual": self.form.residual,
+            "built": None if record is None else record.parameters,
+            "code": code_of(type(self.form.method)),
+            "budget": self.budget.value,
+        }
+
+    @torch.inference_mode()
+    def measure(self) -> StepTimes:
+        """Time both steps over the index's middle layer. Raises SparsekvError if the device's memory is too small."""
+        clock = clock_for(self.device, RUNS[self.device.type], cold=True)
+        try:
+            layer = SettingTimes(self.artifact, clock, self.questions, self.dtype)
+            sparse, plan = layer.sparse_step(self.form, self.budget)
+            comparable = self._is_comparable(plan)
+            steps = [(layer.dense_step(), 1), *([(sparse, self.form.method.cycle())] if comparable else [])]
+            rounds = [[clock.time(step, cycle).median for step, cycle in steps] for _ in range(ROUNDS)]
+        except torch.OutOfMemoryError:
+            raise SparsekvError(
+                f"--method auto: keys and values of one layer do not fit the memory of {self.device}; name a method "
+                "with --method, and give --placement host"
+            ) from None
+        fastest = [min(one) for one in zip(*rounds, strict=True)]
+        return StepTimes(fastest[0], fastest[1] if comparable else None)
+
+    def _is_comparable(self, plan: LayerPlan) -> bool:
+        if self.questions > 1:
+            return self.form.method.can_unite() and plan.shareable
+        return self.device.type == "cpu" or plan.graph_state() is not None
+
+
+def _parsed(text: str, key: str) -> StepTimes | None:
+    """Parse the times in a cache file's text; None if the text is damaged, or has the times of another key."""
+    try:
+        found = json.loads(text)
+        if hash_json(found["of"]) != key:
+            return None
+        method = found["method_ms"]
+        return StepTimes(_milliseconds(found["dense_ms"]), None if method is None else _milliseconds(method))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _milliseconds(value: Any) -> float:
+    if type(value) is not float or not 0 < value < math.inf:
+        raise ValueError("no time")
+    return value

@@ -1,0 +1,108 @@
+"""`--method auto`: the faster of dense attention and the index's default answers; the times are told and kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import fails, run_here, sparsekv, with_options
+
+ASK = ("generate", "--model", "model", "--max-new-tokens", "5", "--json", "--method", "auto")
+FAST, SLOW = 0.25, 4.5
+
+
+@pytest.fixture
+def times(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept times, in a cache of its own."""
+    monkeypatch.setenv("SPARSEKV_CACHE", str(place / "cache"))
+    return place / "cache" / "step-times"
+
+
+def answered(*options: str) -> tuple[dict[str, Any], str]:
+    """The first answer, and what stderr says."""
+    outcome = run_here(*with_options(ASK, *options))
+    assert outcome.code == 0, outcome.stderr
+    return json.loads(outcome.stdout.splitlines()[0]), outcome.stderr
+
+
+def keep(times: Path, dense: float, method: float) -> None:
+    """Change the only kept times."""
+    (file,) = times.iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dense_ms": dense, "method_ms": method}))
+
+
+def test_the_faster_one_answers_by_times_that_are_measured_once(times: Path) -> None:
+    budget = ("Why?", "--budget", "30%", "--dense-layers", "1")
+    first, _ = answered(*budget)
+    auto = first["auto"]
+    assert (auto["compared_with"], auto["batch_size"], auto["taken"]) == ("multipole", 1, first["method"])
+    assert auto["taken"] == ("multipole" if auto["compared_ms"] < auto["dense_ms"] else "dense")
+    keep(times, SLOW, FAST)
+    sparse, told = answered(*budget)
+    assert "--method auto: multipole (1 question: 0.25 ms a layer, dense attention 4.5 ms)\n" in told
+    assert (sparse["auto"]["dense_ms"], sparse["auto"]["compared_ms"]) == (SLOW, FAST)
+    keep(times, FAST, SLOW)
+    dense, told = answered(*budget)
+    assert "--method auto: dense attention (1 question: 0.25 ms a layer, multipole 4.5 ms)\n" in told
+    for found, options in ((sparse, ("--method", "multipole", *budget)), (dense, ("Why?", "--method", "dense"))):
+        named, _ = answered(*options)
+        kept = ("text", "kv_fraction", "method", "budget", "settings")
+        assert [found[key] for key in kept] == [named[key] for key in kept]
+        assert "auto" not in named
+    assert len([*times.iterdir()]) == 1
+
+
+def test_a_batch_has_times_of_its_own(times: Path) -> None:
+    Path("questions.txt").write_text("Why?\n\nHow?\nWhat?\n")
+    batch = ("--batch-file", "questions.txt")
+    sizes = [answered(*batch, *size)[0]["auto"]["batch_size"] for size in ((), ("--batch-size", "2"))]
+    assert sizes == [3, 2]
+    assert len([*times.iterdir()]) == 2
+
+
+def test_the_choice_is_told_unless_quiet_and_with_stats_even_then(times: Path) -> None:
+    assert answered("Why?", "-q")[1] == ""
+    assert answered("Why?", "-q", "--stats")[1].startswith("--method auto: ")
+
+
+@pytest.mark.usefixtures("times")
+def test_a_chat_answers_by_the_faster_one(place: Path) -> None:
+    ask = ("chat", "--model", "model", "--max-new-tokens", "5")
+    done = sparsekv(*ask, "--method", "auto", "--stats", cwd=place, stdin="Why?\nHow?\n")
+    assert done.returncode == 0, done.stderr
+    taken = "dense" if "--method auto: dense attention (1 question: " in done.stderr else "multipole"
+    assert f"answers by {taken}" in done.stderr
+    assert done.stdout == sparsekv(*ask, "--method", taken, cwd=place, stdin="Why?\nHow?\n").stdout
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--guard", "0.2"),
+        ("--gauge",),
+        ("--ahead",),
+        ("--lossless",),
+        ("--placement", "host"),
+        ("--prefill", "quoka"),
+    ],
+    ids=lambda option: option[0],
+)
+def test_what_needs_a_named_method_is_refused(place: Path, option: tuple[str, ...]) -> None:
+    fails(2, *ASK, "Why?", *option, says=(option[0], "cannot be combined with --method auto", "name a m"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("recall-report",),
+        ("bench", "--context", "512"),
+        ("tune", "--target-recall", "0.9"),
+        ("build-index", "doc.txt"),
+        ("eval", "doc.txt"),
+        ("trace", "Why?"),
+        ("serve", "doc.skv"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_other_commands_say_where_auto_works(place: Path, command: tuple[str, ...]) -> None:
+    fails(2, *command, "--method", "auto", says=("auto works only as --method of `generate` and `chat`; name ",))

@@ -1,0 +1,77 @@
+"""Times by which dense attention or a method is taken: which kept ones count, and what has none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.configs import sparse
+from support.small_index import build_small
+
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster
+from sparsekv.runtime.benchmark.sources import asked, asked_by_many, layer_of
+from sparsekv.runtime.methods.magicpig import MagicPIG
+from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.selection.interface import Budget
+
+CPU = torch.device("cpu")
+SQUEEZED = sparse("squeezed", Squeezed(), Budget(0.2))
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return build_small(tmp_path_factory.mktemp("faster") / "small.skv").artifact
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept times, in a cache of its own."""
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
+    return tmp_path / "step-times"
+
+
+def chosen(artifact: Artifact, config: DecodeConfig = SQUEEZED, questions: int = 1) -> Choice:
+    return choose_faster(artifact, config, questions, CPU, torch.float32)
+
+
+def test_times_that_are_damaged_or_of_something_else_are_measured_again(artifact: Artifact, kept: Path) -> None:
+    chosen(artifact, questions=2)
+    (other,) = kept.iterdir()
+    foreign = other.read_text()
+    other.unlink()
+    chosen(artifact)
+    (file,) = kept.iterdir()
+    whole = json.loads(file.read_text())
+    wrong = json.dumps(whole | {"dense_ms": float("nan")})
+    for text in (foreign, "[" * 100_000, json.dumps({"of": whole["of"]}), wrong):
+        file.write_text(text)
+        times = chosen(artifact).times
+        again = json.loads(file.read_text())
+        assert again == {"of": whole["of"], "dense_ms": times.dense, "method_ms": times.method}
+        assert times.dense > 0
+
+
+def test_other_budgets_parameters_dtypes_and_questions_have_other_times(artifact: Artifact, kept: Path) -> None:
+    for config in (SQUEEZED, sparse("squeezed", Squeezed(), Budget(40)), sparse("magicpig", MagicPIG(), Budget(0.2))):
+        chosen(artifact, config)
+        chosen(artifact, config)
+    chosen(artifact, questions=3)
+    choose_faster(artifact, SQUEEZED, 1, CPU, torch.bfloat16)
+    assert len([*kept.iterdir()]) == 5
+
+
+def test_a_method_that_answers_one_question_at_a_time_is_not_taken_for_several(artifact: Artifact, kept: Path) -> None:
+    choice = chosen(artifact, sparse("magicpig", MagicPIG(), Budget(0.2)), 2)
+    assert (choice.config.attention.name, choice.times.method) == ("dense", None)
+    assert choice.told.endswith("ms a layer; magicpig answers one question at a time)")
+    assert json.loads(next(kept.iterdir()).read_text())["method_ms"] is None
+
+
+def test_more_questions_than_stored_queries_are_each_their_own(artifact: Artifact) -> None:
+    layer = layer_of(artifact, artifact.manifest.indexed_layers[0], CPU, torch.float32)
+    many = asked_by_many(layer, layer.questions + 3).query
+    assert torch.equal(many[:, : layer.questions], asked(layer, layer.questions).query)
+    assert many.shape[1] == layer.questions + 3
+    assert len(many[0].unique(dim=0)) == layer.questions + 3
