@@ -125,9 +125,10 @@ def _in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
     """Hold exclusive use of a model within the context; other threads wait, and this thread may enter again.
 
+    A callback may use no model, because two threads whose callbacks ask each other's model would deadlock.
+
     Raises:
-        UsageError: the caller is a callback of an answer, by this model or by another. Two threads whose callbacks ask
-            each other's model would deadlock. Or this process is a fork in which no model can run.
+        UsageError: the caller is a callback of an answer, or this process is a fork in which no model can run.
         SparsekvError: the model attends in a way that no index supports, for example because its code has changed
             since the build.
     """

@@ -122,11 +122,12 @@ LEAST_SAVING = 0.97
 
 
 def by_layer(halves: Halves, one: Candidate) -> Tuned | None:
-    """Find a candidate's setting with a budget for each layer that meets the goal.
+    """Find a candidate's setting with a budget for each layer that meets the goal; None if none is found.
 
-    The result is None unless the setting's KV fraction is at most LEAST_SAVING times that of the setting with one
-    budget. The search needs the measure of each layer at several budgets. Therefore the result is also None for a
-    variant whose layers share state, and for a goal on perplexity.
+    The result is also None if the candidate's setting with one budget misses the goal, or if the new setting's KV
+    fraction is more than LEAST_SAVING times that of the setting with one budget. The search needs the measure of each
+    layer at several budgets. Therefore it finds nothing for a variant whose layers share state, and for a goal on
+    perplexity.
     """
     same, meter = uniform(halves, one), halves.calibration
     if not same.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:
