@@ -108,7 +108,7 @@ class EvalRecipe:
         return " + ".join(filter(None, (self.labels.get(method), variant)))
 
     def load(self) -> Comparison:
-        """Load the model and return the comparison. Raises the errors of `load_model`."""
+        """Load the model and return the comparison. Raises the errors of `cli.common.loading.load`."""
         options = self.options
         loaded = load(
             options.model,
