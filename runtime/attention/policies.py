@@ -117,7 +117,7 @@ class Policy(ABC):
         """Return the attention output [Hk, G, Q, D]."""
 
     def count(self, step: Step, rows: torch.Tensor | float) -> None:
-        """Add the D-sized rows that each KV head read in a decode step, as a number or [Hk, Q or 1], to the count.
+        """Count the rows of a decode step: D-sized rows read for each KV head, as a number or [Hk, Q or 1].
 
         A question's prefill is not counted.
         """

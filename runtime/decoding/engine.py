@@ -172,7 +172,10 @@ class Sequence:
         """
 
     def fed(self, slot: int, most: int | None) -> Fed:
-        """Return the tokens to feed next: the next part of the question, up to `most` tokens, or the newest token."""
+        """Return the tokens to feed next: the next part of the question, or the answer's newest token.
+
+        A part has up to `most` tokens; None: it is the rest of the question.
+        """
         tokens = self.answer[-1:] or self.question[self.asked :][:most]
         return Fed(slot, self.used, tokens, asks=not self.answer)
 

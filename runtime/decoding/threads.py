@@ -155,7 +155,7 @@ def exclusive_process() -> Iterator[None]:
 
 
 def refuse_fork() -> None:
-    """Raise UsageError in a fork whose parent's threads it would wait for."""
+    """Raise UsageError in a forked process that would wait for threads that only its parent has."""
     if has_lost_threads():
         raise UsageError(
             "this process was forked after its parent had used a model, and torch's threads do not run in a fork; "

@@ -24,7 +24,7 @@ from sparsekv.runtime.selection.registry import methods
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """Statistics of one layer's clusters and posting lists for one method; None if the method has none."""
+    """Statistics of one layer's clusters and posting lists for one method; a field is None if the method lacks them."""
 
     layer: int
     clusters: Clustering | None
