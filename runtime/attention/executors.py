@@ -51,7 +51,7 @@ class Fetched:
     `valid` [Hk, 1, R] bool is False for padding; None: all rows are valid. `log_weights` [Hk, G, Q or 1, R] are added
     to the logits of sampled rows; None: the rows are not sampled. `rest` are centroids of the tokens that were not
     selected. With `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to estimate
-    the missed attention mass.
+    the missed attention mass. `rows_read` counts rows as in `LayerOutput`.
     """
 
     keys: torch.Tensor
