@@ -177,8 +177,8 @@ class BuildOptions:
         """Make the recipe by which each document is indexed.
 
         Raises:
-            UsageError: a method, prefill, encoding or storage dtype does not exist, or no method or prefill reads a
-                parameter.
+            UsageError: a method, prefill, encoding, file order, dtype or precision of weights does not exist, or a
+                parameter is not valid or is read by no method or prefill.
         """
         chosen = {name: indexers()[name] for name in choose_indexers(self.method or [])}
         way = choose_prefill(self.prefill)
@@ -214,7 +214,10 @@ class BuildOptions:
         )
 
     def check_files(self) -> None:
-        """Raise UsageError for --as-one with --ray, and for an option for several files of a document without them."""
+        """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order without several files.
+
+        A document can have several files if it is a folder, or with --as-one. The names of --from-file may be folders.
+        """
         folders = self.as_one or self.from_file is not None or any(map(os.path.isdir, self.documents or ()))
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
             if given and not folders:
@@ -230,7 +233,12 @@ class BuildOptions:
             raise UsageError("--as-one builds one index, which --ray cannot distribute; leave --ray out")
 
     def refuse_with_watch(self, index: Path | None, *, ranks: bool) -> None:
-        """Raise UsageError if --watch is combined with what cannot be watched."""
+        """Raise UsageError for --watch with an index instead of a document, with --ray, or with several ranks.
+
+        Args:
+            index: the index that is named instead of a document; None if there is none.
+            ranks: whether several ranks run this command.
+        """
         if index is not None:
             raise UsageError(f"--watch: {index} is an index, and only texts are watched; name the index's document")
         if self.ray is not None:

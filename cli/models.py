@@ -55,7 +55,8 @@ def pull(
 ) -> None:
     """Download a model into the cache and print its folder.
 
-    If the embedded model is there already, its checksums are recomputed in full.
+    Without a name, this is the built-in model. If it is there already, all its files are checked against their
+    checksums.
 
     \b
     sparsekv models pull

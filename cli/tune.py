@@ -227,7 +227,7 @@ def _times(artifact: Artifact, where: torch.device) -> "SettingTimes":
 
 def _keep(options: TuneOptions, artifact: Artifact, search: Search, defaults: Defaults) -> SparsekvError | None:
     """Make the cheapest setting the index's default and print a note. Returns the error if the default cannot be
-    written."""
+    written, and None otherwise."""
     try:
         write_defaults(artifact.folder, artifact.manifest, defaults)
     except SparsekvError as error:

@@ -56,9 +56,9 @@ def api_words() -> Iterator[None]:
 
 
 def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
-    """Raise UsageError for a name in `given` that is neither a parameter of a method nor in `own`.
+    """Raise UsageError for a name in `given` that is neither a parameter of a method nor an argument of the call.
 
-    `own` are the names of the call's own arguments.
+    `own` are the names of the call's arguments.
     """
     known = [*own, *dict.fromkeys(field.name for method in methods().values() for field in fields(method))]
     for name in given:
@@ -118,6 +118,9 @@ class Index:
             prefill_budget: share or number of the document's tokens that each chunk of a question attends to, if
                 `prefill` is a method.
             parameters: parameters of the method, named as its command-line options: `rerank=4`.
+
+        Raises:
+            UsageError: an argument does not exist, is not valid, or has no effect with the others.
         """
         of_sampling = {one.name for one in fields(Sampling)}
         for name, value in parameters.items():
@@ -182,6 +185,10 @@ class Index:
             residual: measure each variant a second time with centroids for the tokens that it does not select.
             parameters: parameters of the methods. A method that has one of them is measured with it only, instead of
                 its usual variants.
+
+        Raises:
+            UsageError: an argument does not exist or is not valid.
+            ArtifactError: the index is damaged, or dense attention over it is not finite.
         """
         refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))
         artifact, model = self.opened.artifact, self.opened.model

@@ -115,6 +115,10 @@ buffers of these double in size when they grow."""
 def choose_batch_size(asked: int | None, session: Session, questions: int, answer_tokens: int) -> int:
     """Return how many questions to answer at once, if each answer has up to `answer_tokens` tokens.
 
+    Args:
+        asked: the value of --batch-size; None: as many as fit into memory, up to `AT_ONCE`.
+        questions: number of all questions, which is the maximum.
+
     Raises:
         UsageError: `asked` is more than 1, and the config allows only one question at a time.
     """
@@ -227,7 +231,7 @@ class Schedule:
         return map(partial(join_answer, self.ranks), answers)
 
     def turn(self, answer: Answer) -> Turn:
-        """Return the only question and its answer as a turn of a conversation."""
+        """Return the only question and its answer as a turn of a conversation. Raises ValueError for a blank line."""
         (question,) = self.questions
         if question is None:
             raise ValueError("a blank line is no turn")

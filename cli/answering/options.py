@@ -77,7 +77,7 @@ RawOption = Annotated[bool, typer.Option("--raw", help="Put no chat template aro
 
 
 def _sources(value: str | int) -> int:
-    """Parse the number of sources of an answer."""
+    """Parse the number of sources of an answer. Raises UsageError unless it is a number from 1 to MOST_SOURCES."""
     text = str(value)
     if not text.isascii() or not text.isdigit() or not 0 < int(text) <= MOST_SOURCES:
         raise UsageError(f"--sources {text}: give a whole number from 1 to {MOST_SOURCES}")
@@ -270,7 +270,7 @@ class Choices:
 
     def other_method(self, before: DecodeConfig, name: str) -> DecodeConfig:
         """Return a config for the method `name`, with those of the user's options that this method has. Raises
-        UsageError if there is no such method."""
+        UsageError if there is no such method, and the errors of `choose_config`."""
         name, kind = attention_of(self.artifact, name)
         own = {field.name for field in fields(kind)}
         kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
@@ -507,8 +507,8 @@ class GenerateOptions:
         return {"raw": self.raw, "special_tokens": self.special_tokens}
 
     def check(self, artifact: Artifact) -> None:
-        """Raise UsageError if options exclude each other, one needs another that is missing, or the answer cannot be
-        saved.
+        """Raise UsageError if options exclude each other, or if one needs another that is missing. Raise the errors of
+        `refuse_unsavable`.
 
         With --save-to, the process also outlives the reader of stdout.
         """

@@ -28,7 +28,7 @@ class Output:
     Args:
         of_batch: whether the questions are the lines of a file.
         stats: whether to print times too, to stderr.
-        settings: settings besides the config that decide an answer.
+        settings: the settings that decide an answer, from `settings_of`.
         resumed: the file of --resume, which also gets each line; it may have the first lines from earlier runs.
         sources: whether to show the sources of each answer.
         choice: the choice of `--method auto`; None for any other method.

@@ -69,8 +69,8 @@ def save_session(
         note(learning, quiet=quiet)
     if not manifest.prefill.exact:
         kind = manifest.prefill.kind
-        told = f"in {folder} the talk is prefilled by {kind}, like its document"
-        note(f"{told}; answers may differ from the chat's", quiet=quiet)
+        told = f"in {folder} questions and answers are prefilled by {kind}, as the document was"
+        note(f"{told}; later answers may differ from those that this conversation would have got", quiet=quiet)
     with copied_index(opened.artifact, folder) as copy, progress(quiet=quiet) as show:
         build_index(plan, copy, show, tell=partial(note, quiet=quiet))
     if manifest.defaults is not None:

@@ -231,7 +231,7 @@ class BuildRecipe:
     order: FileOrder | None = None
 
     def load(self) -> LoadedModel:
-        """Load the model that prefills the documents. Raises the errors of `load_model`."""
+        """Load the model that prefills the documents. Raises the errors of `cli.common.loading.load`."""
         scaling = self.config.rope_scaling
         return load(self.model, self.device, self.dtype, scaling, quiet=self.quiet, weights=self.weights)
 
@@ -422,8 +422,8 @@ class BuildRecipe:
 def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, quiet: bool) -> None:
     """Print notes after a build.
 
-    The notes say that the index was already up to date, which error int8 storage causes, and that the new index lacks
-    the default that `tune` stored in the earlier index.
+    If the index was already up to date, the only note says so. Otherwise the notes state the error that int8 storage
+    causes, and that the new index lacks the default that `tune` stored in the earlier index, if it had one.
     """
     if before is not None and manifest.uuid == before.uuid:
         note(f"{folder} is up to date: nothing to build", quiet=quiet)
@@ -445,7 +445,7 @@ def cut_told(prompt: FixedPrompt) -> str:
 
 
 def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory | None:
-    """Return the history of the files in a prompt's table, without the files that never changed."""
+    """Return the history of the files in a prompt's table, without the files that never changed; None for None."""
     if history is None:
         return None
     counts = {file.path: history.changes[file.path] for file in prompt.files or ()}

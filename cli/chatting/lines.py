@@ -138,7 +138,7 @@ def _readline() -> ModuleType | None:
 
 
 def _plain(prompt: str) -> str:
-    """Read a line of standard input. The prompt goes to stderr."""
+    """Read a line of standard input. The prompt goes to stderr. Raises EOFError at the end of the input."""
     print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:

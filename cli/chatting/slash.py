@@ -166,7 +166,11 @@ def leave(session: Chat, argument: str) -> None:
 @slash("/trace FILE.html", "ask the last question again, and write a page of what its answer attends to")
 def trace(session: Chat, argument: str) -> None:
     """Trace the last question as `trace --truth` does, over a second cache of the document. The trace includes the
-    conversation before the question."""
+    conversation before the question.
+
+    Raises:
+        UsageError: the page has no name, nothing was asked yet, or the errors of `refuse_unwritable`.
+    """
     talk = session.talk
     if not argument:
         raise UsageError("/trace: give the page a name, such as /trace out.html")

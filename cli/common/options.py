@@ -254,8 +254,7 @@ EncodingOption = Annotated[str, typer.Option(metavar="NAME", help=ENCODING_HELP)
 
 
 def _chunk_size_option(otherwise: str) -> Any:
-    """Return the option `--chunk-size`, whose help has the default of other cases than a dense prefill on one
-    device."""
+    """Return the option `--chunk-size`; `otherwise` ends the list of defaults in its help."""
     return typer.Option(
         help=f"Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU{otherwise}).",
     )

@@ -1,4 +1,4 @@
-"""Read questions from an argument, a file or standard input, and write answers to stdout word by word."""
+"""Read questions from an argument, a file or standard input, and write answers to stdout as they are generated."""
 
 import os
 import shutil

@@ -68,7 +68,7 @@ class RayWorker(ABC, Generic[Recipe, Job]):
 
 
 def whole_model(name: str | None) -> str | None:
-    """Return a model's name that is valid in processes with another current folder: a local path becomes absolute."""
+    """Return a model's name, valid also in another current folder: the path of a local folder becomes absolute."""
     if name is None or not os.path.isdir(folder := os.path.expanduser(name)):
         return name
     return os.path.abspath(folder)
@@ -173,7 +173,11 @@ class RayCluster(Generic[HashableJob]):
 @contextmanager
 def _joined(address: str) -> Iterator[Any]:
     """Connect to the Ray cluster at an address, or start a cluster on this machine that ends with the context.
-    Yields the `ray` module."""
+    Yields the `ray` module.
+
+    Raises:
+        UsageError: Ray is not installed, or there is no cluster at the address.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray

@@ -41,7 +41,7 @@ TOLD_FRACTION = 0.1
 
 
 def windows_line(manifest: Manifest) -> str | None:
-    """State what a kv fraction is over all layers, if some layers have a sliding window.
+    """State what a kv fraction is over all layers, if some layers have a sliding window; None if no layer has one.
 
     A step reads the same keys and values in these layers by any method, so they count in no kv fraction.
     """

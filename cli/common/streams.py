@@ -97,7 +97,7 @@ def outlive_reader() -> None:
 
 
 def flush_streams() -> OSError | None:
-    """Flush stdout and stderr, and return the error of stdout if it cannot be written.
+    """Flush stdout and stderr. Return the error of stdout if it cannot be written, and None otherwise.
 
     A stream that fails goes to /dev/null from then on, so that Python reports nothing more at exit.
     """

@@ -84,7 +84,12 @@ def _refuse_threads() -> None:
 
 @contextmanager
 def _only_server(path: str) -> Iterator[None]:
-    """Hold the lock file beside a socket's path. The kernel releases the lock when this process ends."""
+    """Hold the lock file beside a socket's path. The kernel releases the lock when this process ends.
+
+    Raises:
+        UsageError: the path is occupied, or cannot be used.
+        SparsekvError: another server holds the lock.
+    """
     refuse_occupied(path)
     refuse_missing_folder(path)
     try:
@@ -105,7 +110,10 @@ def _only_server(path: str) -> Iterator[None]:
 
 @contextmanager
 def _listening(path: str) -> Iterator[socket.socket]:
-    """Listen at a path; replace the socket of an ended server. Only this user may connect."""
+    """Listen at a path; replace the socket of an ended server. Only this user may connect.
+
+    Raises UsageError if another file is at the path, or if the path cannot be used.
+    """
     listener, fresh = socket.socket(socket.AF_UNIX), f"{path}.{os.getpid()}"
     umask = os.umask(0o177)
     try:

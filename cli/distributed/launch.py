@@ -176,6 +176,10 @@ def _start_processes(size: int | None) -> int | None:
     """Run the command as ranks, and exit with their exit code.
 
     Without ranks (`size` is None or 1), and for help, return `size` and do nothing.
+
+    Raises:
+        UsageError: this process is itself a rank, the command runs only as one process, or the machine has too few
+            cores.
     """
     if size is None or size == 1:
         return size

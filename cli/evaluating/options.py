@@ -50,7 +50,7 @@ QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
 def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
     """Return the named methods, or without names, all methods whose index can be built.
 
-    `dense` is left out, because dense attention always runs.
+    `dense` is left out, because dense attention always runs. Raises the errors of `choose_methods`.
     """
     others = [name for name in names if name != DENSE]
     if names and not others:

@@ -53,7 +53,7 @@ class EvalRecipe:
         """Make the recipe that the options describe.
 
         Raises:
-            UsageError: a method, prefill, budget or parameter does not exist, or there is no folder for the answers.
+            UsageError: a method, prefill, budget or parameter is not valid, or there is no folder for the answers.
         """
         given, prefill, residual = options.parameters, options.question_prefill, options.residual
         budgets, chosen = Budget.parse_each(options.budget or DEFAULT_BUDGETS), chosen_methods(options.method or [])
@@ -108,7 +108,7 @@ class EvalRecipe:
         return " + ".join(filter(None, (self.labels.get(method), variant)))
 
     def load(self) -> Comparison:
-        """Load the model and return the comparison. Raises the errors of `load_model`."""
+        """Load the model and return the comparison. Raises the errors of `cli.common.loading.load`."""
         options = self.options
         loaded = load(
             options.model,

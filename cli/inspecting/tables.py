@@ -62,11 +62,11 @@ BLOCKS_SHOWN = 6
 
 
 def print_inspection(inspection: dict[str, Any], *, by_layer: bool) -> None:
-    """Print facts about the index. Then print each method's parameters, blocks, biggest clusters, and its clusters and
-    lists.
+    """Print facts about the index. Then print for each method its parameters, the held-out keep rates of its
+    thresholds, and the tables of its blocks, clusters and posting lists.
 
     Args:
-        by_layer: whether clusters and lists are printed layer by layer, instead of a summary.
+        by_layer: print a row for each layer in the tables of clusters and lists, instead of a summary of all layers.
     """
     show(_facts(inspection))
     for name, method in inspection["methods"].items():

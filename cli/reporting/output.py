@@ -237,7 +237,8 @@ def recall_page(report: RecallReport, within: float, answers: str) -> Page:
     """Render the HTML page. Its rows are averages over all layers and heads, in the order of the table.
 
     Args:
-        answers: a sentence about how right answers are measured.
+        within: largest kv fraction of the best row, which is the row with the least error.
+        answers: the result of `answers_line`.
     """
     rows = in_order(report.by())
     question = command("trace", "--index", report.index, "What is this about?").strip("`")

@@ -100,7 +100,8 @@ def _config(served: Served, method: str | None, budget: str | None, prefill: str
     """Return the config of a request. An argument is None if the request does not set it.
 
     Raises:
-        UsageError: a method or a budget does not exist, or the values contradict each other.
+        UsageError: the method or the prefill does not exist, the budget is not valid, or the values contradict each
+            other.
     """
     config, artifact = served.config, served.opened.artifact
     if method is not None:

@@ -69,7 +69,7 @@ class About:
         )
 
     def details(self, each: Sequence[Usage]) -> Details:
-        """Return the method, the budget, and the mean KV fraction and missed mass of the answers."""
+        """Return the method, the budget, and the answers' mean KV fraction and missed mass, with sources if asked."""
         read = sum(one.kv_fraction for one in each) / len(each)
         method, budget = self.config.attention.name, self.config.budget.value
         sources = sources_of(each) if self.with_sources else None

@@ -28,7 +28,8 @@ def read_keys(file: Path) -> list[str]:
     """Return the keys in a file, one per line. A line that begins with `#` is a comment.
 
     Raises:
-        UsageError: the file cannot be read or has no key, or a key is not printable ASCII without spaces.
+        UsageError: the file cannot be read or has no key, or a key has a space or a character other than printable
+            ASCII.
     """
     try:
         lines = file.read_text(encoding="utf-8").split("\n")

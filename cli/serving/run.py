@@ -75,7 +75,7 @@ def run(options: ServeOptions) -> None:
     for name in others:
         index = beside(artifacts.pop(name))
         shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
-    if opened.kept is None:  # a kept index has been warmed up by `sparsekv start`
+    if opened.kept is None:  # if the first index is kept, `sparsekv start` has prepared its cache and kernels
         for served in shelf.opened():
             scheduler.warm_up(served.name, served.config)
     del opened, artifacts  # references would keep the memory of closed indices

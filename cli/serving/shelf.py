@@ -212,7 +212,10 @@ class Shelf:
         return message if self.folder is None else message.replace(f"{self.folder}{os.sep}", "")
 
     def _current(self, name: str) -> Served | None:
-        """Return an index if it is open and its manifest is unchanged or missing; mark it as most recently used."""
+        """Return an index and mark it as most recently used; None if it is not open, or if its manifest was replaced.
+
+        An index without a manifest, such as one that is just being replaced, is returned.
+        """
         if name not in self._served:
             return None
         folder, state = self._places[name]

@@ -36,7 +36,13 @@ class Own:
 
 @dataclass(frozen=True)
 class QuestionPrefill:
-    """Prefill config: a question's tokens select in chunks, by another method and budget than the answer's tokens."""
+    """Prefill config: a question's tokens select by another method and budget than the answer's tokens.
+
+    Each chunk of `chunk_size` tokens has one selection. `name` is the method's name.
+
+    Raises:
+        UsageError: `chunk_size` is less than one.
+    """
 
     name: str
     method: Method
@@ -125,7 +131,8 @@ class QuestionSearch:
         prefill: the question's method, budget and chunk size.
         selector: selector of the question's method.
         device: the selector's device.
-        layout: [Hk, M] int64, the middle position of each stored row; None: order of position.
+        layout: the layout of the answer's selector, [Hk, M] int64: the middle position of each stored row. None: rows
+            are stored in order of position.
     """
 
     def __init__(self, prefill: QuestionPrefill, selector: Selector, device: torch.device, layout: torch.Tensor | None):

@@ -35,7 +35,7 @@ class LayerOutput:
 
     Only rows of the tokens between sinks and tail (the middle) and of the index are counted.
 
-    `rows_read` is a number or [Hk, Q or 1]. Rows that only kernels can count are in the counter of the kernels, in
+    `rows_read` is a number or [Hk, Q or 1]. Rows that only kernels can count are in `ReadRows.by_kernels` instead, in
     which each count stands for `per_count` rows.
     """
 
@@ -51,7 +51,7 @@ class Fetched:
     `valid` [Hk, 1, R] bool is False for padding; None: all rows are valid. `log_weights` [Hk, G, Q or 1, R] are added
     to the logits of sampled rows; None: the rows are not sampled. `rest` are centroids of the tokens that were not
     selected. With `rest_attended`, queries attend to these centroids. Otherwise the centroids are used only to estimate
-    the missed attention mass.
+    the missed attention mass. `rows_read` counts rows as in `LayerOutput`.
     """
 
     keys: torch.Tensor
@@ -164,9 +164,9 @@ class GatherExecutor:
 
 
 def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
-    """Yield the step in pieces of queries with at most `MOST_LOGITS` logits on `rows` rows.
+    """Yield the step in pieces of its queries. Each query attends to `rows` rows.
 
-    A piece has at least one query, even if this query has more logits.
+    A piece has at most `MOST_LOGITS` logits. If one query has more, the pieces have one query each.
     """
     return step.pieces(max(1, MOST_LOGITS // (step.query.shape[0] * step.query.shape[1] * max(1, rows))))
 

@@ -48,7 +48,7 @@ def estimates_missed(method: Method, *, residual: bool) -> bool:
 
 
 def check_estimates_missed(option: str, form: MethodSpec) -> None:
-    """Raise UsageError for a method whose missed mass cannot be estimated."""
+    """Raise UsageError if the method's missed mass, which `option` needs, cannot be estimated."""
     if not estimates_missed(form.method, residual=form.residual):
         # A method that represents the other tokens itself takes no centroids of a residual.
         remedy = "use another method" if form.method.replaces() else "add --residual or use another method"
@@ -93,7 +93,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Guard:
-    """A limit on the missed mass, for each KV head and query of a step."""
+    """A limit on the missed mass, for each KV head and query of a step.
+
+    Raises:
+        UsageError: `share`, the limit, is not between 0 and 1.
+    """
 
     share: float
 
@@ -136,8 +140,8 @@ class Guard:
 class MissedMeter:
     """One layer's missed-mass meter, which sums over heads and queries since `reset`.
 
-    `sums` [3] are the sum of the missed mass, the number of `Outcome.raised` heads, and the number of heads that fell
-    back to dense attention. `heads` is the number of pairs of a head and a query.
+    `heads` is the number of pairs of a KV head and a query. `sums` [3] are sums over these pairs: of the missed mass,
+    of `Outcome.raised` and of `Outcome.dense`.
     """
 
     guard: Guard | None

@@ -41,6 +41,7 @@ class Appender:
 
     Args:
         sinks: number of sinks, which are the first exact rows and never move.
+        device: the selector's device.
         prefetcher: the prefetcher, whose pending search is discarded at each append, because the index changes.
     """
 
@@ -55,7 +56,7 @@ class Appender:
     def append_due(self, layer: StoredLayer) -> None:
         """Append the oldest rows after the sinks to the index, in chunks of `index.size` rows.
 
-        Nothing is appended while fewer than two chunks are left after the sinks.
+        The newest full chunk and the rows after it stay exact. With fewer than two full chunks, nothing is appended.
         """
         size, start = self.index.size, self.sinks
         if layer.used - start < 2 * size:

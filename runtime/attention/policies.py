@@ -117,7 +117,7 @@ class Policy(ABC):
         """Return the attention output [Hk, G, Q, D]."""
 
     def count(self, step: Step, rows: torch.Tensor | float) -> None:
-        """Add the D-sized rows that each KV head read in a decode step, as a number or [Hk, Q or 1], to the count.
+        """Count the rows of a decode step: D-sized rows read for each KV head, as a number or [Hk, Q or 1].
 
         A question's prefill is not counted.
         """
@@ -228,7 +228,7 @@ class Metered(Policy):
 class PiecewisePrefill(Policy):
     """Attends for a question's tokens in pieces, each with one selection for all its tokens.
 
-    A piece's budget is the budget of one token times the number of the piece's tokens.
+    A piece's budget is the budget of one token times the number of the piece's tokens, at most the whole middle.
 
     Args:
         policy: attends for each piece.

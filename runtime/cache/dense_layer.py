@@ -87,7 +87,7 @@ class DenseLayer(StoredLayer):
     def attend_once(self, call: AttentionCall, new_rows: Pair) -> torch.Tensor:
         """Attend for one query on a CPU to stored rows and to new rows [Hk, T, D]; the last new row is the query's own.
 
-        The query attends to all rows or, with a window, to the last rows, and so no mask is needed.
+        The query attends to all rows or, with a window, to the last `window` rows, and so no mask is needed.
         """
         keys, values = new_rows
         first = 0 if call.window is None else max(0, self.stored + keys.shape[1] - call.window)

@@ -189,7 +189,12 @@ class SequenceCache(CalledCache, ABC):
 
     @abstractmethod
     def place(self, fed: Sequence[Fed], size: int) -> None:
-        """Write the row indices of the next decode step's tokens to the device; the step feeds `size` tokens."""
+        """Write each token's slot and row index in the next decode step to the device.
+
+        Args:
+            fed: the tokens that the step feeds, one for each sequence.
+            size: number of tokens of the step. If it is larger than `len(fed)`, the last token is repeated as padding.
+        """
 
     @abstractmethod
     def step_input(self, size: int, tokens: int) -> ModelInput:
@@ -416,8 +421,8 @@ class IndexCache(SequenceCache):
     def kv_fraction(self) -> float:
         """Return the middle and index rows that were read, as a share of the middle rows that dense attention reads.
 
-        The rows of all decode steps are counted. Returns 1 if all layers are dense, because dense layers count nothing.
-        Needs one sync per device.
+        The rows of all decode steps since `expect_prompt` are counted. Returns 0 before the first decode step, and 1 if
+        all layers are dense, because dense layers count nothing. Needs one sync per device.
         """
         return read_share(total_read(self.reads), sum(read.dense for read in self.reads), counted=bool(self.reads))
 

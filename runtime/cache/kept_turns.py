@@ -122,9 +122,9 @@ class KeptTurns:
     def keep(self, tokens: list[int], rows: Callable[[], KeptRows]) -> None:
         """Store the rows of an ended sequence.
 
-        Stored sequences that are a prefix of this sequence, and that no question needs any more, are removed. Nothing
-        is stored if the sequence has fewer than BLOCK tokens or the rows exceed the store. If memory for the copies
-        runs out, all stored rows are removed.
+        Stored sequences that this sequence replaces are removed: its prefixes, or without `divided` only an equal
+        sequence. Nothing is stored if the sequence has fewer than BLOCK tokens or the rows exceed the store. If memory
+        for the copies runs out, all stored rows are removed.
 
         Args:
             rows: copies the rows of `tokens`.

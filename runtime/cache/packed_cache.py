@@ -142,7 +142,10 @@ class SlotRows:
         store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
     def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
-        """Return the rows that each token attends to: at most the first `longest` of its slot, and within a window."""
+        """Return, for each token, the rows of its slot up to its own row; with a window, only the rows within it.
+
+        `longest` is the maximum number of rows of a slot.
+        """
         keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
         first = tokens.first if window is None else (tokens.used - window).clamp(min=0)
         return OwnRows(keys, values, tokens.slots, first, tokens.used)

@@ -53,7 +53,7 @@ class Streamer(TextStreamer):
         return str(self.tokenizer.decode(self.token_cache[start:], **self.decode_kwargs))
 
     def _begin_line(self, tokens: list[int]) -> None:
-        """Begin the token cache of a new line with the end of the old line's `tokens`, from its last text on.
+        """Begin the token cache of a new line with the fewest last `tokens` of the old line that decode to a text.
 
         The text of these tokens is marked as already printed. Some decoders strip the leading space of the first token.
         If the cache were empty, such a decoder would strip a space that belongs to the new line.

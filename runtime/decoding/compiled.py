@@ -96,6 +96,7 @@ def compile_steps(model: "PreTrainedModel", step: Callable[[], None], *, tokens:
 
     Raises:
         SparsekvError: steps cannot be compiled here, for example without a C++ compiler; the model then runs eagerly.
+        torch.OutOfMemoryError: memory runs out.
     """
     started = time.perf_counter()
     hook = compile_layers(model, tokens=tokens)

@@ -37,6 +37,9 @@ class OpenShare(OpenIndex):
 def open_share(artifact: Artifact, loaded: LoadedModel, ranks: Ranks, *, hold: bool) -> OpenShare:
     """Open this rank's part of an index, with the checks and errors of `open_index`.
 
+    Args:
+        hold: as in `open_index`.
+
     Raises:
         ArtifactError: another process changed the index while the ranks opened the index.
     """

@@ -95,7 +95,8 @@ class Drafter:
     def source(self, found: Tokens[int]) -> str | int:
         """Choose the source of the next draft: earlier text, if `found` there is not empty, or a number of tokens.
 
-        0 is a step without a draft.
+        0 is a step without a draft. The source with the fewest seconds per token is chosen, or a source that must be
+        tried again (`AGAIN`).
         """
         sources: list[str | int] = [*([FROM_TEXT] if found else []), *(BY_METHOD if self.by_method else ()), 0]
         paces = {one: self.paces.setdefault(one, Pace()) for one in sources}

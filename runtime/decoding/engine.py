@@ -172,7 +172,10 @@ class Sequence:
         """
 
     def fed(self, slot: int, most: int | None) -> Fed:
-        """Return the tokens to feed next: the next part of the question, up to `most` tokens, or the newest token."""
+        """Return the tokens to feed next: the next part of the question, or the answer's newest token.
+
+        A part has up to `most` tokens; None: it is the rest of the question.
+        """
         tokens = self.answer[-1:] or self.question[self.asked :][:most]
         return Fed(slot, self.used, tokens, asks=not self.answer)
 
@@ -335,7 +338,10 @@ class Engine:
         return Sequence(self.index, request, before - self.index.split.tokens, longest)
 
     def _watch(self) -> None:
-        """Let the cache record the retrieval heads' queries, from which sources are computed."""
+        """Let the cache record the retrieval heads' queries, from which sources are computed.
+
+        Raises UsageError for a cache that moves an answer's tokens into the index.
+        """
         if appends(self.cache.stored_layers):
             raise UsageError(
                 "--sources cannot be used with --stream, which moves the answer's tokens into the index; leave "
@@ -573,7 +579,7 @@ def token_logprobs(scores: torch.Tensor, tokens: list[int], tops: dict[int, int]
 
     Args:
         tokens: the token that was chosen in each row.
-        tops: for each row the number of likeliest tokens to return.
+        tops: number of likeliest tokens to return, by row. Other rows are left out.
     """
     if not tops:
         return {}

@@ -106,7 +106,10 @@ def _rounded_product(node: Node) -> Product | None:
 
 
 def _plain_product(node: Node) -> Product | None:
-    """Recognise `x @ w.t()` and `bias + x @ w.t()` in half precision, where the kernel was measured to be faster."""
+    """Return `x @ w.t()` or `bias + x @ w.t()` as a product, if the kernel can compute it and is faster; else None.
+
+    The kernel was measured to be faster in half precision, on a GPU only from Hopper on.
+    """
     if node.target is aten.mm.default:
         bias, (row, turned) = None, node.args
     elif node.target is aten.addmm.default and not node.kwargs:

@@ -15,7 +15,7 @@ LEAST_TEMPERATURE = 1e-5  # the smallest allowed temperature above 0, because fl
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of an answer; temperature 0 is greedy decoding."""
+    """Sampling parameters of an answer; temperature 0 is greedy decoding. Raises the errors of `check_sampling`."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -28,7 +28,7 @@ class Sampling:
 
 
 def check_sampling(values: Any, named: Callable[[str], str] = str) -> None:
-    """Raise UsageError for an invalid value.
+    """Raise UsageError for an invalid value, and for `top_p` or `top_k` at temperature 0, where they have no effect.
 
     Args:
         values: an object with the fields of `Sampling`.

@@ -189,7 +189,8 @@ class Conversation:
     """A conversation over an open index: each question follows the earlier questions and answers.
 
     `turns` are the answered questions. `place` and `config` are the place and the decode config of the next question.
-    Allocates the config's cache. Errors are those of `OpenIndex.cache`.
+    Allocates the config's cache. Raises the errors of `OpenIndex.cache`, and UsageError if the method appends tokens to
+    its index and another method selects for questions.
 
     Args:
         raw: encode questions without a chat frame.
@@ -233,7 +234,7 @@ class Conversation:
 
         A failure or an interruption leaves the conversation as it was before the question. Threads that call this
         method wait for each other. Their questions become turns in the order in which the threads acquire the model.
-        Raises the errors of `question_ids` and `generate`.
+        Raises the errors of `question_ids` and `answer_after`.
         """
         with exclusive(self.index.model):
             chat, border = None if self.raw else self.place.chat, self.place.border
@@ -272,7 +273,10 @@ class Conversation:
                 raise
 
     def _cache(self) -> IndexCache:
-        """Return the config's cache over the document and all turns; make the cache if there is none."""
+        """Return the config's cache over the document and all turns; make the cache if there is none.
+
+        Raises the errors of the constructor.
+        """
         if self._asker is None:
             asker, prefill = Session.open(self.index, self.config), self.config.question
             if isinstance(prefill, QuestionPrefill) and appends(asker.cache.stored_layers):

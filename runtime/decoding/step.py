@@ -14,8 +14,8 @@ from sparsekv.runtime.cache.index_cache import Fed, SequenceCache
 class DecodeStep:
     """Feeds the newest token of each sequence to a model. Call a step within `route_attention`.
 
-    On a GPU there is a CUDA graph for steps of as many sequences as the cache has slots, one for a quarter of the
-    slots, one for a sixteenth, and so on. A graph is captured when it is first needed, and again when the cache's
+    On a GPU there are CUDA graphs for several numbers of sequences: as many as the cache has slots, a quarter of this
+    number, a sixteenth, and so on. A graph is captured when it is first needed, and again when the cache's
     buffers have changed. The cache stores the graphs. If a step has fewer sequences than its graph, the last sequence
     is fed several times, which does not change the result.
 

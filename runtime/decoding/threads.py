@@ -125,9 +125,10 @@ def _in_parts(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
     """Hold exclusive use of a model within the context; other threads wait, and this thread may enter again.
 
+    A callback may use no model, because two threads whose callbacks ask each other's model would deadlock.
+
     Raises:
-        UsageError: the caller is a callback of an answer, by this model or by another. Two threads whose callbacks ask
-            each other's model would deadlock. Or this process is a fork in which no model can run.
+        UsageError: the caller is a callback of an answer, or this process is a fork in which no model can run.
         SparsekvError: the model attends in a way that no index supports, for example because its code has changed
             since the build.
     """
@@ -154,7 +155,7 @@ def exclusive_process() -> Iterator[None]:
 
 
 def refuse_fork() -> None:
-    """Raise UsageError in a fork whose parent's threads it would wait for."""
+    """Raise UsageError in a forked process that would wait for threads that only its parent has."""
     if has_lost_threads():
         raise UsageError(
             "this process was forked after its parent had used a model, and torch's threads do not run in a fork; "

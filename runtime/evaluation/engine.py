@@ -138,7 +138,10 @@ class Comparison:
         return known_ids(self.loaded.model, encode_question(self.loaded.tokenizer, prompt.border, chat, *parts)[:most])
 
     def _turns_in_chat(self, question: Question, chat: ChatFrame) -> list[str]:
-        """Return the parts of a conversation's text, from the first question on, without the text before it."""
+        """Return the parts of a conversation's text, from the first question on, without the text before it.
+
+        Raises UsageError for a second turn, if the model's chat template has only one.
+        """
         turns = [*question.earlier, question]
         parts = [turns[0].text, turns[0].prefix]
         frame = next_turn(self.loaded.tokenizer, chat) if question.earlier else chat
@@ -409,7 +412,7 @@ class _Asking:
             show("questions", done, len(missing))
 
     def _prefilled_for(self, cache: IndexCache, question: Question) -> PrefilledQuestion | None:
-        """Return a question's prefill, if answers over this cache can begin from it."""
+        """Return a question's prefill; None if it is not kept, or if answers over this cache cannot begin from it."""
         return self.prefilled.get(question) if divides_questions(cache.stored_layers) else None
 
     def _longest(self, asked: tuple[Question, str]) -> int:

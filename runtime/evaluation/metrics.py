@@ -104,7 +104,10 @@ def _share_of_numbers(answer: str, expected: str) -> float:
 
 
 def code_similarity(answer: str, question: Question) -> float:
-    """Compute LongBench's code score: edit similarity of the first line that is neither a comment nor Markdown."""
+    """Compute LongBench's code score: edit similarity of the first line that is neither a comment nor Markdown.
+
+    The score is that of the most similar expected line.
+    """
     lines = answer.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
     return max(fuzz.ratio(line, expected) / 100 for expected in question.answers)

@@ -208,7 +208,7 @@ def cut_note(context: Context, request: Request, name: str) -> str | None:
 
 
 def _window(request: Request, number: int, task: str) -> tuple[str, str]:
-    """Cut window `number`, counted from 0, out of a text; return it, and the words that follow it.
+    """Cut window `number`, counted from 0, out of a text; return it, and up to CONTINUATION_TOKENS words after it.
 
     Raises:
         UsageError: the text is too short.
@@ -458,7 +458,10 @@ def _longbench_v2(record: Record, line: Line) -> Context:
 
 
 def _niah(record: Record, line: Line) -> Context:
-    """Read a haystack with its needle. Without the field `answer`, the score is F1 with the needle's words."""
+    """Read a haystack with its needle. Without the field `answer`, the score is F1 with the needle's words.
+
+    Raises ValueError if the needle is not in the context.
+    """
     text, needle = str(record["context"]), str(record["needle"]).strip()
     if not needle or needle not in text:
         raise ValueError("the needle is not in the context")
@@ -527,7 +530,10 @@ UNREAD = {
 
 
 def _scbench(record: Record, line: Line) -> Context:
-    """Read a context with its requests. The field `dataset`, or else the file's name, is the name of the set."""
+    """Read a context with its requests. The field `dataset`, or else the file's name, is the name of the set.
+
+    Raises ValueError or TypeError if the set is not read here, or if a field is empty or has another type.
+    """
     name = str(record.get("dataset", Path(line.file).stem))
     if name in UNREAD:
         raise ValueError(f"{name} is not read, because {UNREAD[name]}; give one of {', '.join(SCBENCH)}")
@@ -554,7 +560,10 @@ def _scbench(record: Record, line: Line) -> Context:
 
 
 def _scbench_turn(turn: Record, prompt: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the texts of a request that fill the placeholders of a prompt, and the request's answers."""
+    """Return the texts of a request that fill the placeholders of a prompt, and the request's answers.
+
+    Raises ValueError if a field does not have the values that the placeholders need.
+    """
     if not isinstance(turn["input"], str) or not turn["input"].strip():
         raise ValueError("the input is empty or not a text; give the words of the request")
     fields, answers = {"input": turn["input"]}, _strings(turn["answer"])

@@ -180,7 +180,10 @@ class Answers:
             ) from None
 
     def _load(self, file: IO[bytes]) -> None:
-        """Read all answers. An incomplete last line of a killed run is removed from the file."""
+        """Read all answers. An incomplete last line of a killed run is removed from the file.
+
+        Raises SparsekvError for any other line that is not an answer.
+        """
         file.seek(0)
         data = file.read()
         whole = data.rfind(b"\n") + 1
@@ -297,7 +300,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean score of one variant on needles at one length and depth; `depth` is the centre of a bin of width 0.1."""
+    """Mean score of one variant on the questions of one task, length and depth.
+
+    `depth` is the position of the needle or answer, as a share of the context: the centre of a bin of width 0.1.
+    """
 
     task: str
     length: int
@@ -406,7 +412,10 @@ def _shared(ways: list[dict[Context, dict[Question, Result]]]) -> dict[Context, 
 
 
 def cells(results: Iterable[Result]) -> list[Cell]:
-    """Compute the mean score of the questions at each length and depth. Questions without a depth are left out."""
+    """Compute the mean score of each variant on the questions of each task, length and depth.
+
+    Questions without a depth, and questions about published contexts, which have no length, are left out.
+    """
     found: dict[tuple[Any, ...], list[float]] = {}
     for result in results:
         depth, length = result.question.depth, result.context.length

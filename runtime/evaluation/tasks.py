@@ -69,6 +69,7 @@ class Request:
     `text` is the text from which contexts are made, and `count` returns the number of tokens of a text. `pairs` are the
     user's questions about the text with their answers. If `questions` is None, a context has five questions, or for
     tasks with pairs, all pairs. Needles are placed at each of `depths`, from 0 to 1, in turn; without `depths`, evenly.
+    Raises UsageError for a number below 1, and for a depth outside 0 to 1.
     """
 
     text: str

@@ -98,7 +98,7 @@ class Codes(Method):
 
 
 class CodesSelector(Selector):
-    """Selects tokens by codes [Hk, M, m] uint8; all query heads of a KV head share a selection."""
+    """Selects tokens by codes [Hk, M, m] uint8, in m subspaces; all query heads of a KV head share a selection."""
 
     question_piece = PIECE
 

@@ -57,7 +57,8 @@ class PQCache(Method):
 class PQSelector(Selector):
     """Makes one selection for all query heads of a KV head, by estimated logits.
 
-    `codes` are [Hk, M, m] uint8, `codebooks` [Hk, m, C, D / m].
+    `codes` [Hk, M, m] uint8 are the centroids of M tokens in m subspaces. `codebooks` [Hk, m, C, D / m] are the C
+    centroids of each subspace.
     """
 
     def __init__(self, context: MiddleContext, rerank: float):

@@ -85,7 +85,7 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 
 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
-    """Read the last T / 2 of the document's queries from which the index was built, for T tail tokens.
+    """Read the last T / 2 of the document's queries from which the index was built; T is the number of tail tokens.
 
     Measurements place these queries directly after the middle. Returns None if the index stores no queries.
     """

@@ -179,7 +179,9 @@ def measure_layer(
     states: SharedStates | None = None,
     device: torch.device = CPU,
 ) -> dict[MeasuredSetting, Measures]:
-    """Measure all methods and budgets on one layer, on a device.
+    """Measure all methods and budgets on one layer, on a device. Raises the errors of `prepare_layer`.
+
+    A setting with `together` above 1 is left out of the result if its method cannot unite selections.
 
     Allocates several tensors of 256 MB for logits, or of one batch of queries if that is more. On a GPU, also allocates
     the layer's keys and values.
@@ -267,7 +269,8 @@ def attempt_of(selection: Selection, layout: torch.Tensor | None, truth: Truth, 
 
     Args:
         selection: the selection for the queries of `truth`.
-        layout: [Hk, M], the middle position of each row that the selection counts; None: order of position.
+        layout: [Hk, M], the middle position of each stored row, to which the selection's row indices refer; None: order
+            of position.
     """
     positions = chosen_positions(selection.rows, layout, truth.logits.shape[-1])
     chosen = _chosen(positions, truth.probability)

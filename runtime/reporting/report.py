@@ -24,7 +24,7 @@ from sparsekv.runtime.selection.registry import methods
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """Statistics of one layer's clusters and posting lists for one method; None if the method has none."""
+    """Statistics of one layer's clusters and posting lists for one method; a field is None if the method lacks them."""
 
     layer: int
     clusters: Clustering | None
@@ -57,6 +57,8 @@ class RecallRow:
 
     Attributes:
         recall: share of the oracle's tokens that the method selects.
+        attention_mass: share of dense attention to the tokens between sinks and tail that the selected tokens have.
+        output_error: distance of the attention output from dense attention's, divided by the norm of the latter.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
         recall_seen: recall on the queries of `seen_block`, from which the index was built. None if the index stores no
             queries, or if the method does not learn from them.
@@ -218,8 +220,8 @@ def forms(
 ) -> list[MethodSpec]:
     """Return the variants of a method to compare: the configured variant, or else all variants of the method.
 
-    With `residual`, the list also has each variant with a residual, unless a variant has its own representation of the
-    unselected tokens.
+    With `residual`, the list also has each variant with a residual, unless one of the variants itself represents the
+    tokens that it does not select.
     """
     record = artifact.manifest.methods.get(name)
     variants = dict([configured]) if configured else methods()[name].variants(record)

@@ -183,7 +183,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Inputs of a selection for one query whose rows kernels then read where they are stored, on the same device.
+    """Inputs of a selection for one query, after which kernels read the selected rows in place, on the query's device.
 
     Attributes:
         counter: [Hk] int64, to which selection kernels may add counts that the host does not know.

@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
-    """Create a method from the `parameters` that are fields of the method and that the user set (not None)."""
+    """Create a method from the `parameters` that are fields of the method and that the user set (not None).
+
+    Raises UsageError for a value of another type, and the errors of the method's class.
+    """
     known = {field.name: field for field in fields(method)}  # type: ignore[arg-type]  # methods are dataclasses
     given = {name: value for name, value in parameters.items() if name in known and value is not None}
     parsed = {name: _parse(known[name], value) for name, value in given.items()}
@@ -27,7 +30,7 @@ def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
 def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
     """Create a method from the parameters that the user set; also return a name for them, such as `rerank=4`.
 
-    Returns None if the user set none of the method's parameters.
+    Returns None if the user set none of the method's parameters. Raises the errors of `configure`.
     """
     label = parameters_label(parameters, method)
     return (label, configure(method, parameters)) if label else None
@@ -79,7 +82,11 @@ def changed_options(*methods: object) -> list[str]:
 
 
 def _parse(field: Field[Any], value: Any) -> Any:
-    """Convert an option's value to its field's type; a tuple of numbers is given as text with commas."""
+    """Convert an option's value to its field's type; a tuple of numbers is given as text.
+
+    Raises:
+        UsageError: the text is not a list of numbers that are separated by commas.
+    """
     if not isinstance(field.default, tuple) or not isinstance(value, str):
         return value
     kind = type(field.default[0])
@@ -87,7 +94,7 @@ def _parse(field: Field[Any], value: Any) -> Any:
         return tuple(kind(part) for part in value.split(","))
     except ValueError:
         option = f"--{field.name.replace('_', '-')}"
-        raise UsageError(f"{option} {value}: give numbers with commas, such as {show_default(field)}") from None
+        raise UsageError(f"{option} {value}: give numbers separated by commas, such as {show_default(field)}") from None
 
 
 def show_default(field: Field[Any]) -> str:

@@ -107,7 +107,7 @@ class SharingSelector(Selector):
         """Rank the M tokens, best first: [Hk or 1, Q, M], or [Hk or 1, 1, M] for a joint selection."""
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the K tokens [..., K] to attend to from a ranking [..., M]."""
+        """Return the K = `tokens` tokens [..., K] to attend to, from a ranking [..., M]."""
         return order[..., :tokens]
 
     def select(self, queries: Queries, budget: Budget) -> Selection:

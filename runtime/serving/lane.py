@@ -55,7 +55,7 @@ class Lane:
         self._rewinds, self._most_slots = 0, slots
 
     def open(self, make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache], planned: int) -> Exception | None:
-        """Make the engine; return the error if this fails.
+        """Make the engine; return the error if this fails, and None otherwise.
 
         Args:
             make_cache: makes the cache of an index for a config.
@@ -113,7 +113,7 @@ class Lane:
     def run(self, goes_on: Callable[[], bool]) -> Exception | None:
         """Run one step, then more steps while `goes_on` returns True and there is work.
 
-        An error ends the running requests and is returned.
+        An error ends the running requests and is returned; None: there was no error.
         """
         assert self.engine is not None
         try:

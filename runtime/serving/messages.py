@@ -34,7 +34,7 @@ def conversation_tokens(index: OpenIndex, messages: Sequence[Message], *, raw: b
 
     Raises:
         UsageError: roles do not alternate from user to user, a user's message is empty, a system message is not the one
-            before the document, or the chat template has only one turn.
+            before the document, the chat template has only one turn, or as `question_ids`.
     """
     place = Place.behind(index.artifact.manifest.prompt)
     place = Place(None, place.border) if raw else place
@@ -85,7 +85,10 @@ def _answer_ids(index: OpenIndex, place: Place, question: torch.Tensor, text: st
 
 
 def _next_place(index: OpenIndex, place: Place, answer: torch.Tensor, number: int) -> Place:
-    """Return the `Place` of the question that follows an answer [A]; `number` is the answer's index in the messages."""
+    """Return the `Place` of the question that follows an answer [A]; `number` is the answer's index in the messages.
+
+    Raises UsageError if the chat template has only one turn.
+    """
     border = border_behind(index.tokenizer, answer.tolist())
     if place.chat is None:
         return Place(None, border)

@@ -147,16 +147,16 @@ class Scheduler:
 
         Raises:
             QueueFullError: the queue is full.
-            UsageError: there is no index of this name, the scheduler is closed, the request has no tokens or tokens
-                that the model does not have, its timeout, `logprobs` or a stop string is not valid, no position of the
-                model is left for an answer, the caller is a callback of an answer, or this process is a fork of one
+            UsageError: there is no index of this name. The request has no tokens, or tokens that the model does not
+                have. Its timeout, `logprobs` or a stop string is not valid. No position of the model is left for an
+                answer. The scheduler is closed. The caller is a callback of an answer. Or this process is a fork of one
                 that has submitted requests.
         """
         refuse_callback()
         self._process = self._process or os.getpid()
         refuse_fork(self._process)
         if (index := self._indices.get(request.index)) is None:
-            raise UsageError(f"index {request.index}: {choose_one(request.index, list(self._indices))}")
+            raise UsageError(f"there is no index {request.index}; {choose_one(request.index, list(self._indices))}")
         _check(index, request)
         with self._changed:
             if self._closed:

@@ -20,6 +20,7 @@ class HidingExecutor(GatherExecutor):
     over all its tokens.
 
     Args:
+        layer, options: the arguments of `GatherExecutor`.
         hidden: [N] bool, True for the hidden ones of the prompt's N tokens, in order of position.
         sinks: number of tokens before the middle.
     """

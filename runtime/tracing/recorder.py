@@ -160,6 +160,7 @@ class RecordingExecutor(GatherExecutor):
     """Executor that attends as a `GatherExecutor` does, and passes each `AttendedStep` to a recorder.
 
     Args:
+        layer, options: the arguments of `GatherExecutor`.
         record: called once per step. If a question is attended to piece by piece, it is called only for the last piece.
     """
 

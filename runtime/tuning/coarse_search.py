@@ -64,7 +64,7 @@ class BudgetSearch:
         return None if share in self.gains or self._is_close() else share
 
     def guess(self) -> float:
-        """Interpolate the budget that just reaches the target between `low` and `high`; `best` if one is None."""
+        """Interpolate the budget that just reaches the target between `low` and `high`; `best` if either is None."""
         low, high = self.low, self.high
         return self.best if low is None or high is None else self._between(low, high)
 

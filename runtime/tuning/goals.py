@@ -66,7 +66,8 @@ ROUGH_ERROR = 0.05
 class Goal(ABC):
     """Bound `value` on one measure of a setting: recall, output error or perplexity.
 
-    Recall is the share of the oracle's tokens at the budget `reference` that a setting selects.
+    Recall is the share of the oracle's tokens at the budget `reference` that a setting selects. Raises UsageError for a
+    `value` that is out of range: by default, not between 0 and 1.
     """
 
     measure: ClassVar[str]
@@ -158,7 +159,7 @@ class ErrorGoal(Goal):
 
 @dataclass(frozen=True)
 class PerplexityGoal(Goal):
-    """Upper bound on the model's perplexity on the document's tail, divided by the perplexity of dense attention."""
+    """Upper bound, above 1, on the model's perplexity on the document's tail, divided by that of dense attention."""
 
     measure = "perplexity"
     beside = "error"

@@ -73,7 +73,7 @@ def _cost(layers: Sequence[Sequence[Option]], chosen: list[int]) -> float:
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
-    """Return the options on the upper convex hull of gain over cost, from the cheapest option to the largest gain."""
+    """Return the upper convex hull of gain over cost: numbers of options, from the cheapest to the largest gain."""
     hull: list[int] = []
     for number in sorted(range(len(options)), key=lambda number: (options[number].cost, -options[number].gain)):
         if hull and options[number].gain <= options[hull[-1]].gain:
@@ -90,7 +90,7 @@ def _slope(options: Sequence[Option], first: int, second: int) -> float:
 
 
 def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
-    """Return (layer, option) of all steps along the layers' hulls, in the order of falling gain per cost."""
+    """Return each step along the layers' hulls as (layer, number of its next option), by falling gain per cost."""
     steps = []
     for layer, options in enumerate(layers):
         hull = _hull(options)
@@ -99,7 +99,10 @@ def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
 
 
 def _cheaper(layers: Sequence[Sequence[Option]], chosen: list[int], needed: float) -> list[int]:
-    """Replace one option after another by the cheaper option that saves most, while the gain still suffices."""
+    """Replace one option after another by the cheaper option that saves most, while the gain still suffices.
+
+    `chosen` has the number of each layer's option. The options are replaced in a copy of it, which is returned.
+    """
     chosen = list(chosen)
     while True:
         spare = _gain(layers, chosen) - needed
@@ -122,11 +125,12 @@ LEAST_SAVING = 0.97
 
 
 def by_layer(halves: Halves, one: Candidate) -> Tuned | None:
-    """Find a candidate's setting with a budget for each layer that meets the goal.
+    """Find a candidate's setting with a budget for each layer that meets the goal; None if none is found.
 
-    The result is None unless the setting's KV fraction is at most LEAST_SAVING times that of the setting with one
-    budget. The search needs the measure of each layer at several budgets. Therefore the result is also None for a
-    variant whose layers share state, and for a goal on perplexity.
+    The result is also None if the candidate's setting with one budget misses the goal, or if the new setting's KV
+    fraction is more than LEAST_SAVING times that of the setting with one budget. The search needs the measure of each
+    layer at several budgets. Therefore it finds nothing for a variant whose layers share state, and for a goal on
+    perplexity.
     """
     same, meter = uniform(halves, one), halves.calibration
     if not same.holds or not isinstance(meter, AttentionMeter) or one.form in meter.shared:

@@ -111,6 +111,9 @@ class SparseKVConnector(KVConnectorBase_V1):
     With `method` and `budget` in the extra config, the decode steps of requests over an index attend sparsely.
 
     An index that does not belong to the served model is logged and never loaded. Its documents are prefilled by vLLM.
+
+    Raises:
+        UsageError: the extra config is not valid, or the connector does not support a setting of vLLM.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
@@ -300,7 +303,10 @@ class WorkerSide:
         self._verdicts = Verdicts({}, {})
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
-        """Find the attention layers of vLLM's caches, and open the indices with this worker's heads."""
+        """Find the attention layers of vLLM's caches, and open the indices with this worker's heads.
+
+        Raises the errors of `_paged` and `_prepare`.
+        """
         layers = {
             extract_layer_index(name): (self._config.compilation_config.static_forward_context[name], cache)
             for name, cache in caches.items()
@@ -364,7 +370,11 @@ class WorkerSide:
                 self._fail(rows, error)
 
     def compare(self, transfer: Transfer) -> None:
-        """Compare the rows that vLLM has computed over loaded rows with those of the index."""
+        """Compare the rows of the tokens that vLLM computed after a loaded prefix with the index's rows of them.
+
+        If the rows are alike, the index is accepted. Otherwise it is refused, and vLLM computes the request's prompt
+        itself.
+        """
         rows = transfer.comparison
         if rows is None:
             return
@@ -385,7 +395,7 @@ class WorkerSide:
         return failed
 
     def take_verdicts(self) -> Verdicts | None:
-        """Return the results since the last call."""
+        """Return the results since the last call; None if there are none."""
         verdicts, self._verdicts = self._verdicts, Verdicts({}, {})
         return verdicts if verdicts.accepted or verdicts.refused or verdicts.dense else None
 

@@ -104,8 +104,8 @@ def _serves_many(plan: LayerPlan) -> bool:
 class DecodeSteps:
     """The requests that decode sparsely in the engine's current step.
 
-    A request's layers are kept from one decode step to the next. If it has no decode step in between, or another
-    position than the layers expect, they are made anew from the engine's cache.
+    A request's layers are kept from one engine step to the next. They are made anew from the engine's cache if the
+    previous engine step had no decode step of the request, or if the request is at another position than they expect.
 
     Args:
         caches: the engine's caches of the layers, with their layouts.

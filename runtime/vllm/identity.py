@@ -31,7 +31,7 @@ class ServedModel:
     dtype: str
 
     def check(self, manifest: Manifest) -> None:
-        """Raise SparsekvError if an index has another model or tokenizer, or the errors of `check_continuable`."""
+        """Raise SparsekvError if an index has another model or tokenizer, and the errors of `check_continuable`."""
         check_model(manifest, self.model, self.dtype)
         check_tokenizer(manifest, self.tokenizer)
         check_continuable(manifest)

@@ -39,7 +39,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("build-index", "doc.txt", "--model", "no-such-model"), 2, ("no-such-model", "sparsekv models list")),
         (("build-index", "doc.txt", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),
         ((*BUILD, "--levels", "0.01,0.05"), 2, ("--levels", "falling")),
-        ((*BUILD, "--levels", "many"), 2, ("--levels many", "numbers with commas")),
+        ((*BUILD, "--levels", "many"), 2, ("--levels many", "numbers separated by commas")),
         ((*BUILD, "--space", "outer"), 2, ("--space outer", "normalised")),
         ((*BUILD, "--sinks", "0"), 2, ("--sinks 0",)),
         ((*BUILD, "--chunk-size", "0"), 2, ("--chunk-size 0",)),

@@ -254,5 +254,5 @@ def test_a_talk_that_is_saved_over_a_sparse_prefill_says_what_becomes_of_it(plac
     assert run_here(*BUILD, "--prefill", prefill, "--force").code == 0
     said = run_here("generate", "-i", "doc.skv", "What is 3 times 3?", "--max-new-tokens", "3", "--save-to", "talk.skv")
     assert said.code == 0, said.stderr
-    told = "the talk is prefilled by quoka, like its document; answers may differ from the chat's"
+    told = "questions and answers are prefilled by quoka, as the document was; later answers may differ"
     assert (told in said.stderr) == (prefill == "quoka")

@@ -71,7 +71,7 @@ def test_only_what_was_given_and_is_known_reaches_a_method() -> None:
 
 
 def test_text_that_is_no_list_of_numbers() -> None:
-    with pytest.raises(UsageError, match=r"--levels 0.2;0.1: give numbers with commas, such as 0.5,0.1"):
+    with pytest.raises(UsageError, match=r"--levels 0.2;0.1: give numbers separated by commas, such as 0.5,0.1"):
         configure(_First, {"levels": "0.2;0.1"})
 
 
