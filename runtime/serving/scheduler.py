@@ -156,7 +156,8 @@ class Scheduler:
         self._process = self._process or os.getpid()
         refuse_fork(self._process)
         if (index := self._indices.get(request.index)) is None:
-            raise UsageError(f"there is no index {request.index}; {choose_one(request.index, list(self._indices))}")
+            remedy = choose_one(request.index, self._indices) if self._indices else "add it before it is asked"
+            raise UsageError(f"there is no index {request.index}; {remedy}")
         _check(index, request)
         with self._changed:
             if self._closed:

@@ -271,7 +271,8 @@ def test_indices_come_and_go(served: Served) -> None:
     scheduler.remove("b")
     for name, stream in zip("ab", streams, strict=True):
         check(list(stream), served.alone(name, question(0)))
-    with pytest.raises(UsageError):
+    scheduler.remove("a")
+    with pytest.raises(UsageError, match="there is no index b; add it before it is asked"):
         served.ask(scheduler, "b", question(0))
     scheduler.close(60)
     assert max(LENGTHS) > CHUNK
