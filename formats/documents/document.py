@@ -313,7 +313,7 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
     Args:
         whole: read the whole document now. Otherwise read its first MiB, which mostly shows whether it is text. Text
             that is extracted is always whole.
-        encoding: any of the names of the text's encoding.
+        encoding: a name of the text's encoding, such as `utf-8` or `latin-1`.
 
     Raises:
         UsageError: the encoding is unknown, or `open_source` refuses the source. Or the source is empty, is not text in

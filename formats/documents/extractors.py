@@ -43,7 +43,10 @@ class LongError(Exception):
 
 
 def pdf_text(data: bytes) -> str:
-    """Return the text of a PDF file's pages, each after `PAGE` and a line `[Page N]`; empty if no page has text."""
+    """Return the text of a PDF file's pages, each after `PAGE` and a line `[Page N]`; empty if no page has text.
+
+    Raises LockedError, LongError, or any error of pypdf for a damaged file.
+    """
     from pypdf import PdfReader
 
     reader = PdfReader(io.BytesIO(data))
@@ -60,7 +63,10 @@ def pdf_text(data: bytes) -> str:
 
 
 def docx_text(data: bytes) -> str:
-    """Return the text of a DOCX file: paragraphs, headings, lists, tables and notes."""
+    """Return the text of a DOCX file: paragraphs, headings, lists, tables and notes.
+
+    Raises LockedError, LongError, ValueError for a document type, or any error of mammoth for a damaged file.
+    """
     import mammoth
 
     if data.startswith(b"\xd0\xcf\x11\xe0"):  # the container that encrypts Office files

@@ -174,7 +174,7 @@ class BuildFolder:
     def clear_finished(self) -> None:
         """Remove leftovers of a build that was interrupted after it wrote the manifest.
 
-        Files of an unfinished build that can be resumed are kept.
+        If an unfinished build can be resumed, nothing is removed.
         """
         assert self.base is not None
         unfinished = any(record not in self.base.files.values() for record in self._journal.files.values())

@@ -39,8 +39,8 @@ def not_finite(tensors: Tensors) -> str | None:
 def check_values(tensors: Tensors, split: Split, what: str) -> None:
     """Raise ArtifactError if the values of a method's tensors of one layer are invalid.
 
-    Values are invalid if an index is out of bounds, a number is not finite, or the clusters are inconsistent or lack a
-    tensor.
+    Values are invalid if an index is out of bounds, a number is not finite, or tokens or channels are missing or in
+    the wrong order. They are also invalid if the clusters are inconsistent, or a tensor of them is missing or misnamed.
 
     Args:
         tensors: tensors with the shapes that this module requires, on the device that will use them. Token positions
@@ -269,7 +269,7 @@ def in_this_form(manifest: Manifest) -> bool:
 
 
 def check_names(manifest: Manifest, folder: Path) -> None:
-    """Raise ArtifactError if a manifest lacks a file that one of its layers needs. Tensors are not checked."""
+    """Raise ArtifactError if a manifest lacks the file of tokens or a file that one of its layers needs."""
     needed = [layer_file(one, layer) for one in ("context", "queries") for layer in manifest.attending]
     methods = [layer_file(one, layer) for one in manifest.methods for layer in manifest.indexed_layers]
     for name in (TOKENS, *needed, *methods):

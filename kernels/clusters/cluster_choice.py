@@ -300,7 +300,7 @@ def choose_together(
         centroids: [H, C, D], C at most `MOST_CLUSTERS`; counts, starts: [H, C] int, token count and first row of each
             cluster, with at most `MOST_TOKENS` tokens a head.
         budget: number of tokens for each question in each head.
-        capacity: number of row slots of a head; must be large enough.
+        capacity: number of row slots of a head, at least the number of rows in the union.
         thresholds: [B] float32, the threshold of each question; None: the budget decides.
         seen: [H] int64, to which the number of tokens taken is added.
 

@@ -16,7 +16,7 @@ GROUP = 32
 PAIR = 2 * GROUP
 """Input channels of a pair of groups: the 4-bit numbers of both groups share bytes, and the scales share a word."""
 FEW = 16
-"""Maximum number of rows that the kernels multiply; with more rows, the time of dequantising the weights is small."""
+"""Maximum number of rows that the kernels multiply. With more rows, the dequantising of all weights costs little."""
 TOGETHER = 3
 """Maximum number of layers that multiply a row together: those of queries, keys and values."""
 BLOCK = 1 << 24

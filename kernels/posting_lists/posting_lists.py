@@ -247,6 +247,7 @@ def score_of_others(
 
     Args:
         centroids: [..., d]; key_mean: the mean of all `keys` keys, which broadcasts to the centroids.
+        scoring: see `estimate_part`.
     """
     if scoring == "paper":
         return torch.zeros_like(scores[..., 0])
