@@ -93,7 +93,10 @@ class _Source(io.RawIOBase):
 
 
 def _open(source: str, name: str) -> io.FileIO:
-    """Open a file in non-blocking mode, because a blocking open waits for a pipe's writer without a time limit."""
+    """Open a file in non-blocking mode, because a blocking open waits for a pipe's writer without a time limit.
+
+    Raises the errors of `open_source`.
+    """
     try:
         if stat.S_ISSOCK(os.stat(source).st_mode):
             raise UsageError(f"{name} is a socket; name a text file")

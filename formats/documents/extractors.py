@@ -311,7 +311,10 @@ KINDS: tuple[Callable[[bytes], str], ...] = (
 
 
 def limit(seconds: int) -> None:
-    """Limit this process: its processor time, its memory, and what it opens."""
+    """Limit this process to `seconds` of processor time and MOST_MEMORY bytes, and refuse to open or write other files.
+
+    Only Python's own modules may be read.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

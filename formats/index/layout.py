@@ -399,7 +399,10 @@ def form_fault(tensors: Any, split: Split, keys: torch.Tensor, dtype: str, what:
 
 
 def _check_method(name: str, tensors: dict[str, TensorRecord], letters: Letters, rows: str, *, in_8_bits: bool) -> None:
-    """Raise ValueError if a tensor of a method's file has a wrong shape or dtype."""
+    """Raise ValueError if a tensor of a method's file has a wrong shape or dtype, or int8 centroids lack a tensor.
+
+    `rows` is the index's dtype, and `in_8_bits` tells whether the index stores keys and values in int8.
+    """
     _check(name, tensors, _known_shapes(name, tensors, in_8_bits=in_8_bits), own := dict(letters), rows)
     if own.get("m", 1) * own.get("d", own["D"]) != own["D"]:
         raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
@@ -443,7 +446,7 @@ def _of_method(tensor: str) -> Shape | None:
 def _check(name: str, tensors: dict[str, TensorRecord], wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
     """Raise ValueError for a tensor that is missing or has a wrong shape or dtype.
 
-    The first tensor with an axis of a new name sets the size of that axis in `letters`.
+    The first tensor with an axis of a new name sets the size of that axis in `letters`. `rows` is the index's dtype.
     """
     for tensor, (dtype, axes) in wanted.items():
         if tensor not in tensors:

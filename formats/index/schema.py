@@ -502,7 +502,7 @@ class RopeRecord(Record):
 
 
 class Manifest(Record):
-    """Everything that identifies an index. `manifest_sha256` covers all other fields."""
+    """Record of an index: its inputs, settings and files, with checksums. `manifest_sha256` covers all other fields."""
 
     schema_version: int = FIRST_SCHEMA
     least_reader_version: int = FIRST_SCHEMA
