@@ -70,7 +70,7 @@ Weight = torch.Tensor | Int8Weight | Int4Weight
 
 
 def round_to_int8(weight: torch.Tensor) -> Int8Weight:
-    """Round weights [N, K] to int8 by one scale per output channel: its largest magnitude becomes 127 or -127."""
+    """Round weights [N, K] to int8, by one float32 scale per output channel that makes its largest magnitude 127."""
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     for some in _blocks(weight):
