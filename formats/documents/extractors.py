@@ -151,7 +151,9 @@ _DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
 
 
 class _Renderer(HTMLParser):
-    """Renders a page to `pieces` of text. `navigation` is the number of characters of navigation that were left out.
+    """Renders a page to `pieces` of text.
+
+    With the argument `navigation`, navigation is kept. The attribute counts its characters that were left out.
 
     The text in an element that is left out is rendered, and removed at the end of the element. So no text is lost if
     the element has no end, because the page is cut or wrong.

@@ -483,9 +483,9 @@ def _attend(job, memory, thread, threads):
 
 @njit(inline="always")
 def _attend_head(job, memory, h, output, sums, start, stop, first, last):
-    """Attend to a thread's rows and centroids of one head.
+    """Attend to a thread's rows of one head, from `start` up to `stop`, and to its centroids, `first` up to `last`.
 
-    Write the logits of the chosen rows, and then add up the weighted values of all rows and centroids.
+    Write the logits of the chosen rows, and then add the weighted values of all rows and centroids to `output`.
     """
     H, D, M, C, E, budget = job.H, job.D, job.M, job.C, job.E, job.budget
     query, found = floats(job.query, (H, job.G, D))[h], ints(memory.found, (H, M))[h]
