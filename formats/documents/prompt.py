@@ -224,7 +224,8 @@ def _encoder(
 ) -> Callable[[str], EncodedText]:
     """Return a function that tokenises the beginning of a document after `head`, the chat template's text before it.
 
-    Tokens that the tokenizer adds at the end of a text are removed, because a question follows the document.
+    Tokens that the tokenizer adds at the end of a text are removed, because a question follows the document. The
+    options `special_tokens` and `starts` are those of `encode_text`.
     """
     ending = [] if chat is not None else added_ends(tokenizer)[1]
     exact = untrimmed(tokenizer) if starts else tokenizer
