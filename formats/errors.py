@@ -71,10 +71,10 @@ _KINDS: dict[Any, tuple[type, str]] = {
 
 
 def check_type(name: str, value: object, annotation: Any) -> None:
-    """Raise UsageError if a value is not of an annotation's type, one of bool, int, float and str, or None if allowed.
+    """Raise UsageError if a value has none of an annotation's types, which are bool, int, float, str and None.
 
-    Also raise UsageError for a number that is larger than every float, if a float is allowed. Any other annotation
-    allows every value. numpy's numbers are numbers. The message begins with `name`.
+    An annotation with any other type allows every value. numpy's numbers are numbers, and a bool is none. If a float is
+    allowed, also raise UsageError for a number that is larger than every float. The message begins with `name`.
     """
     allowed = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if not set(allowed) <= {*_KINDS, type(None)} or (value is None and type(None) in allowed):
@@ -98,7 +98,7 @@ def check_at_least_one(parameters: object, *names: str) -> None:
 
 
 class ArtifactError(SparsekvError):
-    """An index is unfinished, damaged, newer than this version, or not writable."""
+    """An index is unfinished, damaged, newer than this version, locked by a build, or cannot be read or written."""
 
 
 class MissingIndexError(ArtifactError):

@@ -90,10 +90,12 @@ _KINDS: tuple[Any, ...] = (int, float, str, bool)
 
 
 def check_options(source: str, kind: type) -> None:
-    """Raise UsageError if a class is no dataclass, a field cannot be an option, or an attribute has no annotation.
+    """Raise UsageError if a class is no dataclass, or if a field cannot be an option.
+
+    Also raise it for a public attribute without an annotation whose value is a number, a string, a bool or a tuple.
 
     Args:
-        source: the entry and its package, as the beginning of the message.
+        source: the beginning of the message: the entry's kind and name, and its package if that is an installed one.
     """
     own, name = vars(kind).get("__annotations__", {}), f"{kind.__module__}.{kind.__qualname__}"
     if "__dataclass_fields__" not in vars(kind) and not all(map(_is_class_variable, own.values())):

@@ -283,8 +283,9 @@ def growing_plan(
 
 
 def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
-    """Return the chunk size to prefill tokens that follow an index: `given`, which may be None, after a dense prefill,
-    else the index's.
+    """Return the chunk size for the prefill of tokens that follow an index.
+
+    It is `given`, which may be None, if the index's prefill was dense. Otherwise it is the index's chunk size.
 
     Raises:
         UsageError: the prefill was sparse, and `given` is not the index's chunk size.

@@ -110,7 +110,8 @@ class MethodStage:
     def keep_others(self, named: Collection[str], tell: Callable[[str], None]) -> dict[str, MethodRecord]:
         """Reuse the finished index's methods that are not named, if they were built from the same context.
 
-        Methods that cannot be kept are reported to the user by `tell`.
+        Returns their records by name; none with `force`, or if text was added to the document. `tell` reports methods
+        that cannot be kept to the user.
         """
         base, writer = self.writer.base, self.writer
         if base is None or writer.force or self.growth is not None:

@@ -167,6 +167,7 @@ class ContextFiles:
     """Writes a context's files, layer by layer.
 
     Args:
+        recipe: the recipe of all these files.
         missing: names of the files to write; the others were reused.
         kv_dtype: the storage dtype of keys and values; None for their own dtype.
         taken_over: int8 rows of an earlier index, which are stored unchanged.

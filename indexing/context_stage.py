@@ -87,7 +87,7 @@ def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
     Raises:
         SparsekvError: the model cannot be indexed; or keys, values, queries or logits are not finite; or the model's
             own attention over the stored rows differs from sparsekv's.
-        IdentityError: other weights made the rows of the earlier index that are reused.
+        IdentityError: over the reused rows of the earlier index, the model's logits differ from the index's canary.
         UsageError: a method cannot be built for a layer's RoPE.
         ArtifactError: files cannot be written, the disk lacks space, or a reused state does not fit the model.
     """

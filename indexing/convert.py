@@ -33,7 +33,8 @@ def convert_index(
         device: device on which rows are converted and methods are built.
 
     Raises:
-        ArtifactError: a file is damaged, a method has another version, or the folder exists or cannot be written.
+        ArtifactError: a file is damaged, this version cannot build one of the methods, the disk lacks space, or the
+            folder exists or cannot be written.
     """
     indexers = stored_indexers(artifact.manifest)
     try:

@@ -229,8 +229,9 @@ def with_lost_methods(build: Build) -> Build:
     """Add to a build those methods of the existing index that would be lost, with their old parameters.
 
     A build that replaces keys and values would lose all methods of the index. A build that keeps keys and values would
-    lose the methods with a missing file. If its own methods need a sample of queries, it would also lose all methods
-    that were built from a sample. Methods that are not installed are not added.
+    lose the methods with a missing file. All methods of an index share one sample of queries. So a build whose own
+    methods need a sample would also lose the methods that were built from the old one. Methods that are not installed
+    are not added.
 
     Raises:
         ArtifactError: this version cannot build one of the methods with its old parameters.

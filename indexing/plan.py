@@ -312,7 +312,11 @@ class BuildPlan:
             )
 
     def _check_states(self, by_length: bool) -> None:
-        """Raise UsageError if layers keep a state that a build with these settings does not support."""
+        """Raise UsageError if layers keep a state that this build does not support.
+
+        Also raise it if `checkpoints` is set and no layer keeps a state. `by_length` tells whether RoPE depends on the
+        prompt's length.
+        """
         config, name = self.config, self.loaded.name
         if not self.kinds.keeping:
             if config.checkpoints:

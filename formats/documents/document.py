@@ -93,7 +93,10 @@ class _Source(io.RawIOBase):
 
 
 def _open(source: str, name: str) -> io.FileIO:
-    """Open a file in non-blocking mode, because a blocking open waits for a pipe's writer without a time limit."""
+    """Open a file in non-blocking mode, because a blocking open waits for a pipe's writer without a time limit.
+
+    Raises the errors of `open_source`.
+    """
     try:
         if stat.S_ISSOCK(os.stat(source).st_mode):
             raise UsageError(f"{name} is a socket; name a text file")
@@ -313,7 +316,7 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
     Args:
         whole: read the whole document now. Otherwise read its first MiB, which mostly shows whether it is text. Text
             that is extracted is always whole.
-        encoding: any of the names of the text's encoding.
+        encoding: a name of the text's encoding, such as `utf-8` or `latin-1`.
 
     Raises:
         UsageError: the encoding is unknown, or `open_source` refuses the source. Or the source is empty, is not text in

@@ -4,7 +4,7 @@ import codecs
 import re
 
 SURE = 0.2
-"""The lowest confidence of the detector that counts. Of 1,375 texts in 36 languages at or above it, one was wrong."""
+"""Minimum confidence of a detected encoding. Of 1,375 texts in 36 languages that reached it, one was read wrongly."""
 _READ = frozenset(
     {
         *("utf-8", "utf-16", "utf-16-le", "utf-16-be", "ascii", "koi8-r", "koi8-u", "cp874"),

@@ -63,7 +63,10 @@ def kind_of(path: str) -> int | None:
 
 
 class Extractor:
-    """Extracts texts by a process that starts with the first file and ends with the context."""
+    """Extracts texts by a process that starts with the first file and ends with the context.
+
+    All files together may take SECONDS_IN_ALL. After that, `text` refuses every file.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +79,7 @@ class Extractor:
         self._end()
 
     def text(self, kind: int, data: bytes) -> PagedText:
-        """Return the text of a file of a kind. HTML is given in UTF-8.
+        """Return the text of a file's bytes; `kind` is a result of `kind_of`. HTML is given in UTF-8.
 
         Raises:
             NotExtractedError: the text cannot be extracted.

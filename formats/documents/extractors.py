@@ -43,7 +43,10 @@ class LongError(Exception):
 
 
 def pdf_text(data: bytes) -> str:
-    """Return the text of a PDF file's pages, each after `PAGE` and a line `[Page N]`; empty if no page has text."""
+    """Return the text of a PDF file's pages, each after `PAGE` and a line `[Page N]`; empty if no page has text.
+
+    Raises LockedError, LongError, or any error of pypdf for a damaged file.
+    """
     from pypdf import PdfReader
 
     reader = PdfReader(io.BytesIO(data))
@@ -60,7 +63,10 @@ def pdf_text(data: bytes) -> str:
 
 
 def docx_text(data: bytes) -> str:
-    """Return the text of a DOCX file: paragraphs, headings, lists, tables and notes."""
+    """Return the text of a DOCX file: paragraphs, headings, lists, tables and notes.
+
+    Raises LockedError, LongError, ValueError for a document type, or any error of mammoth for a damaged file.
+    """
     import mammoth
 
     if data.startswith(b"\xd0\xcf\x11\xe0"):  # the container that encrypts Office files
@@ -145,7 +151,9 @@ _DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
 
 
 class _Renderer(HTMLParser):
-    """Renders a page to `pieces` of text. `navigation` is the number of characters of navigation that were left out.
+    """Renders a page to `pieces` of text.
+
+    With the argument `navigation`, navigation is kept. The attribute counts its characters that were left out.
 
     The text in an element that is left out is rendered, and removed at the end of the element. So no text is lost if
     the element has no end, because the page is cut or wrong.
@@ -305,7 +313,10 @@ KINDS: tuple[Callable[[bytes], str], ...] = (
 
 
 def limit(seconds: int) -> None:
-    """Limit this process: its processor time, its memory, and what it opens."""
+    """Limit this process to `seconds` of processor time and MOST_MEMORY bytes, and refuse to open or write other files.
+
+    Only Python's own modules may be read.
+    """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -185,7 +185,8 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
     all files. A file that is named itself is read even if it is hidden or ignored.
 
     Raises:
-        UsageError: a named file does not exist, a glob matches no file, a name is `-`, or an error of `read_folder`.
+        UsageError: a named file does not exist, a glob matches no file, a name is `-`, a folder cannot be read, or the
+            document has no text, too much text or too many files.
     """
     with extracted.Extractor() as extractor:
         reader = _Reader(choice, extractor)

@@ -211,7 +211,8 @@ def _first_tokens(pages: Sequence[int], begins: list[int], stops_at: int | None,
     Args:
         pages: index of each page's first character in the document's text.
         begins, stops_at: as in `_table`.
-        within: tokens of the pages' text. A token that begins before the text may have its first characters.
+        within: tokens of the pages' text. If the token before them has the text's first characters, the first page gets
+            the first of these tokens.
     """
     kept = [page for page in pages if stops_at is None or page < stops_at]
     tokens = (max(bisect_right(begins, page) - 1, within.start) for page in kept)
@@ -223,7 +224,8 @@ def _encoder(
 ) -> Callable[[str], EncodedText]:
     """Return a function that tokenises the beginning of a document after `head`, the chat template's text before it.
 
-    Tokens that the tokenizer adds at the end of a text are removed, because a question follows the document.
+    Tokens that the tokenizer adds at the end of a text are removed, because a question follows the document. The
+    options `special_tokens` and `starts` are those of `encode_text`.
     """
     ending = [] if chat is not None else added_ends(tokenizer)[1]
     exact = untrimmed(tokenizer) if starts else tokenizer

@@ -130,7 +130,10 @@ class BuildFolder:
         return self._read(name, self.base.files[name], device)
 
     def is_whole(self, record: FileRecord) -> bool:
-        """Whether the file of a record exists and its content has the recorded checksum."""
+        """Whether the file of a record exists and its content has the recorded checksum.
+
+        If not, and if it is a file of the base, `newly_damaged` will return it.
+        """
         content = record.path, record.sha256
         # Each file is hashed once, because an index may be larger than memory. The size alone is no proof: a build that
         # is killed after the rename and before the journal's update leaves a file of another recipe at the path.
@@ -174,7 +177,7 @@ class BuildFolder:
     def clear_finished(self) -> None:
         """Remove leftovers of a build that was interrupted after it wrote the manifest.
 
-        Files of an unfinished build that can be resumed are kept.
+        If an unfinished build can be resumed, nothing is removed.
         """
         assert self.base is not None
         unfinished = any(record not in self.base.files.values() for record in self._journal.files.values())

@@ -245,7 +245,7 @@ class Folder:
         """Hard-link an open file into this folder under a name.
 
         Raises:
-            OSError: the file system cannot, or the file's last name was removed.
+            OSError: the file system has no hard links, the name is taken, or the file's last name was removed.
         """
         with self._parent(name, make=True) as (parent, last):
             os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)

@@ -198,7 +198,7 @@ class PrefillKeeper:
             queries: the chunk's queries, which must not change afterwards.
 
         Raises:
-            OSError: the previous chunk could not be recorded; or another error of `store`. Raised only if that failure
+            OSError, or another error of `store`: the previous chunk could not be recorded. Raised only if that failure
                 is known by now.
         """
         if self._last is not None and self._last.done():

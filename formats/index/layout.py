@@ -39,8 +39,8 @@ def not_finite(tensors: Tensors) -> str | None:
 def check_values(tensors: Tensors, split: Split, what: str) -> None:
     """Raise ArtifactError if the values of a method's tensors of one layer are invalid.
 
-    Values are invalid if an index is out of bounds, a number is not finite, or the clusters are inconsistent or lack a
-    tensor.
+    Values are invalid if an index is out of bounds, a number is not finite, or tokens or channels are missing or in
+    the wrong order. They are also invalid if the clusters are inconsistent, or a tensor of them is missing or misnamed.
 
     Args:
         tensors: tensors with the shapes that this module requires, on the device that will use them. Token positions
@@ -269,7 +269,7 @@ def in_this_form(manifest: Manifest) -> bool:
 
 
 def check_names(manifest: Manifest, folder: Path) -> None:
-    """Raise ArtifactError if a manifest lacks a file that one of its layers needs. Tensors are not checked."""
+    """Raise ArtifactError if a manifest lacks the file of tokens or a file that one of its layers needs."""
     needed = [layer_file(one, layer) for one in ("context", "queries") for layer in manifest.attending]
     methods = [layer_file(one, layer) for one in manifest.methods for layer in manifest.indexed_layers]
     for name in (TOKENS, *needed, *methods):
@@ -399,7 +399,10 @@ def form_fault(tensors: Any, split: Split, keys: torch.Tensor, dtype: str, what:
 
 
 def _check_method(name: str, tensors: dict[str, TensorRecord], letters: Letters, rows: str, *, in_8_bits: bool) -> None:
-    """Raise ValueError if a tensor of a method's file has a wrong shape or dtype."""
+    """Raise ValueError if a tensor of a method's file has a wrong shape or dtype, or int8 centroids lack a tensor.
+
+    `rows` is the index's dtype, and `in_8_bits` tells whether the index stores keys and values in int8.
+    """
     _check(name, tensors, _known_shapes(name, tensors, in_8_bits=in_8_bits), own := dict(letters), rows)
     if own.get("m", 1) * own.get("d", own["D"]) != own["D"]:
         raise ValueError(f"{name} has {own['m']} parts of {own['d']} channels for {own['D']}")
@@ -443,7 +446,7 @@ def _of_method(tensor: str) -> Shape | None:
 def _check(name: str, tensors: dict[str, TensorRecord], wanted: dict[str, Shape], letters: Letters, rows: str) -> None:
     """Raise ValueError for a tensor that is missing or has a wrong shape or dtype.
 
-    The first tensor with an axis of a new name sets the size of that axis in `letters`.
+    The first tensor with an axis of a new name sets the size of that axis in `letters`. `rows` is the index's dtype.
     """
     for tensor, (dtype, axes) in wanted.items():
         if tensor not in tensors:

@@ -237,7 +237,7 @@ def _index_of(documents: Path) -> str:
 
 
 def manifest_data(folder: Folder) -> bytes:
-    """Read the manifest's bytes. Raises ArtifactError as `read_manifest` does."""
+    """Read the manifest's bytes. Raises the errors of `read_manifest`."""
     path = folder.path / MANIFEST
     try:
         return folder.read(MANIFEST, MOST_BYTES)

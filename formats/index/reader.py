@@ -380,7 +380,11 @@ class ArtifactShare(Artifact):
 
 
 def _part(whole: Artifact, layer: int, number: int, size: int, own: int) -> tuple[int, int]:
-    """Return the index of a rank's part of a layer's heads, and the number of parts."""
+    """Return the index of a rank's part of a layer's heads, and the number of parts: `size`, or 1 for a layer of which
+    the rank has all heads.
+
+    Raises ArtifactError if the rank's number of heads `own` is neither all heads nor this share of them.
+    """
     heads, _ = whole.heads_and_channels(layer)
     if own == heads:
         return 0, 1

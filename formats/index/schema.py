@@ -392,7 +392,7 @@ class PrefillRecord(Record):
 
 
 class MethodRecord(Record):
-    """One method's build: parameters, seed, calibration, and the context files it was built from."""
+    """One method's build: revision, parameters, seed and calibration, and the sha256 of each file it was built from."""
 
     revision: int
     parameters: dict[str, Any]
@@ -465,6 +465,7 @@ class Defaults(Record):
     """The cheapest measured setting that reaches a target; used when no setting is requested.
 
     Attributes:
+        variant: name of the method's variant that has these parameters; empty for the default variant.
         budget: a share of the middle; with `layer_budgets` the mean of these.
         layer_budgets: a share of the middle for each layer; None: `budget` for all layers.
         residual: centroids represent the tokens that are not selected.
@@ -501,7 +502,7 @@ class RopeRecord(Record):
 
 
 class Manifest(Record):
-    """Everything that identifies an index. `manifest_sha256` covers all other fields."""
+    """Record of an index: its inputs, settings and files, with checksums. `manifest_sha256` covers all other fields."""
 
     schema_version: int = FIRST_SCHEMA
     least_reader_version: int = FIRST_SCHEMA

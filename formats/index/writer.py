@@ -1,4 +1,5 @@
-"""Write an index. If the build is interrupted, an earlier index in the folder stays valid, and no wrong one is left."""
+"""Write an index. If the build is interrupted, an earlier index in the folder stays valid. Without one, the folder has
+no manifest."""
 
 import os
 from collections.abc import Mapping, Sequence

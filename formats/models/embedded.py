@@ -50,7 +50,10 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
 
 
 def _make(folder: Path, progress: Callable[[str], None]) -> None:
-    """Download and convert the model, then move it to `folder`. The caller must hold the lock."""
+    """Download and convert the model, then move it to `folder`. The caller must hold the lock.
+
+    Raises the errors of `pull_embedded`.
+    """
     unfinished = folder.with_name(f"{EMBEDDED}.unfinished")
     clear(unfinished)  # a process that was killed may have left this folder
     free = shutil.disk_usage(folder.parent).free

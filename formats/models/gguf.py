@@ -76,7 +76,10 @@ def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
 
 
 def _checksum(path: Path, name: str) -> str:
-    """Return the file's sha256. The result is cached until the file's size or modification time changes."""
+    """Return the file's sha256. The result is cached until the file's size or modification time changes.
+
+    Raises SparsekvError if the file cannot be read.
+    """
     known = cache_root() / "models" / "gguf" / "checksums.json"
     try:
         found, key = path.stat(), str(path.resolve())
@@ -98,7 +101,7 @@ def _checksum(path: Path, name: str) -> str:
 
 
 def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) -> None:
-    """Convert the file and move the result to `folder`. The caller must hold the lock."""
+    """Convert the file and move the result to `folder`. The caller must hold the lock. Raises as `gguf_folder`."""
     try:
         reader = GGUFReader(path)
     except UNREADABLE as error:
@@ -133,7 +136,10 @@ def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) 
 
 @contextlib.contextmanager
 def _read_errors(name: str) -> Iterator[None]:
-    """Within the context, convert errors of reading a GGUF file to a UsageError."""
+    """Within the context, convert errors of reading a GGUF file to a UsageError, and lack of memory to a SparsekvError.
+
+    Errors of the operating system, such as a full disk, stay what they are.
+    """
     try:
         yield
     except UsageError as error:

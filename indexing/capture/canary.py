@@ -106,7 +106,8 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[f
     """Compute the largest difference between the model's own logits and those over captured rows for token ids [T].
 
     The difference is relative to the largest logit. It is 0 if logits are not finite, because the prefill detects and
-    reports this. The second result is the size of the states after these tokens, in bytes.
+    reports this. The second result is the size of the states after these tokens, in bytes. Raises SparsekvError if the
+    model does not run over captured rows, or if all its layers have a sliding window.
     """
     with _tried("it does not run on token ids alone"), alone(model), soft_caps(model):
         own = model(input_ids=ids[None], use_cache=False).logits[0].float()

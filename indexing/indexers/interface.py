@@ -108,7 +108,7 @@ class LayerInput:
 class BuiltLayer:
     """Input of a calibration: the tensors that a method built for a layer, and the tail's R queries [Hq, R, D].
 
-    No method builds from the tail's queries.
+    No method builds from the tail's queries, so a calibration measures by queries that the tensors were not fitted to.
     """
 
     tensors: Tensors

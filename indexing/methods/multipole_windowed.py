@@ -19,7 +19,10 @@ from sparsekv.kernels.common.runs import rotate
 @indexers.register("multipole-windowed")
 @dataclass(frozen=True)
 class WindowedMultipoleIndexer(MultipoleIndexer):
-    """Clusters keys with RoPE undone, block by block; `recall-report` shows whether this is better for a model."""
+    """Clusters keys with RoPE undone, block by block.
+
+    `recall-report` shows whether this is better than `multipole` for a model.
+    """
 
     @property
     def needs_rope(self) -> bool:

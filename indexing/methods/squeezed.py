@@ -59,8 +59,8 @@ class _Lookup:
 
     Each level but the finest gets a threshold. The threshold of the coarsest level keeps half of all tokens. Each
     further threshold keeps half of the tokens that the level above keeps. The finest level gets a curve: the share of
-    tokens kept at each threshold. `group` is the number of queries whose scores are averaged, and `coarse` the index of
-    the coarsest level.
+    tokens kept at each threshold. `held_out` is the same curve on other queries. `group` is the number of queries whose
+    scores are averaged, and `coarse` the index of the coarsest level.
     """
 
     group: int
@@ -118,7 +118,10 @@ def _level_scores(
 def _pooled(
     layer: BuiltLayer, queries: torch.Tensor, level: int, alive: torch.Tensor, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores [Hk, Q / group, C], averaged over `group` queries as in a prefill, and counts of one level."""
+    """Return scores [Hk, Q / group, C], averaged over `group` queries as in a prefill, and counts of one level.
+
+    `alive` broadcasts to the scores. It is 0 for clusters whose parent is not opened, which get a count of 0.
+    """
     centroids = layer.tensors[f"level{level}.centroids"]
     group = min(group, queries.shape[1])
     Hk, pools = centroids.shape[0], queries.shape[1] // group

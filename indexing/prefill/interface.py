@@ -68,8 +68,8 @@ class DensePrefill(Prefill):
 class SparsePrefill(Prefill):
     """A chunk attends to itself and to `prefill_budget` earlier tokens: sinks, recent tokens, and the best by score.
 
-    The papers do not reserve a share of the budget for recent tokens, the last before the chunk (`prefill_recent` = 0).
-    Without recent tokens, the first queries of a chunk may not attend to the text that they continue.
+    `prefill_recent` is the share of the budget that is reserved for recent tokens, the last before the chunk. The
+    papers reserve none. But then the first queries of a chunk may not attend to the text that they continue.
     """
 
     # In revision 1, a build could reuse rows of an earlier index although its sinks or chunks were different.

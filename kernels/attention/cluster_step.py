@@ -176,8 +176,8 @@ class StepCodes:
 
     Every key belongs to one cluster, and `labels` [H, M] int32 holds the cluster's index. `centroids` [H, C, D] and
     `values` [H, C, D] represent the keys and the values of each cluster. `counts` [H, C] int32 is its number of keys.
-    `masses` [H, C] is added to a centroid's logit when the centroid represents all keys of its cluster. `softmax_scale`
-    and `softcap` apply to the logits.
+    `masses` [H, C] are the log weights of whole clusters, which are added to the centroids' logits. `softmax_scale` and
+    `softcap` apply to the logits.
     """
 
     turn: torch.Tensor

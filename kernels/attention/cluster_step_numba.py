@@ -110,8 +110,8 @@ def _last_score(ranks, counts, budget):
 def _fill(ranks, counts, budget, lengths):
     """Write the number of tokens to take from each cluster, `budget` in total.
 
-    Clusters above the last score are taken whole. Clusters with the last score follow in order of their index, until
-    the budget is used up.
+    Clusters above the last score (see `_last_score`) are taken whole. Clusters with the last score follow in order of
+    their index, until the budget is used up.
     """
     last, left = _last_score(ranks, counts, budget), np.int32(budget)
     for c in range(len(counts)):
@@ -166,7 +166,8 @@ def _attend(job, thread, threads):
 def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
     """Attend to a thread's rows and centroids of one head.
 
-    Write the rows' logits after the logits of the clusters, and then add up the weighted values.
+    Write the rows' logits to `weights` after the logits of the clusters, and then add the weighted values to `part`.
+    `pieces` is the range of the rows (start, stop), then that of the centroids.
     """
     (start, stop, first, last), D, C, E = pieces, job.D, job.C, job.E
     keys, values = floats(job.keys + h * job.key_step, (1, D)), floats(job.values + h * job.value_step, (1, D))

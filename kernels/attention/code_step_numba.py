@@ -202,8 +202,9 @@ def write_table(job, turn, book, part, table, lanes, turned):
     """Write one part's table: the products [fours, CODES, LANES] of the rotated query with the part's centroids.
 
     `fours` is the number of vectors of LANES query heads. `book` holds the centroids [CODES, size], and `turn` is the
-    matrix [D, D] that rotates queries. `lanes` is the address of the query [fours, D, LANES]. `turned` is the address
-    of a buffer for a part of the rotated query.
+    matrix [D, D] that rotates queries. `table` is the address of the tables [fours, parts, CODES, LANES] of all parts,
+    and `lanes` that of the query [fours, D, LANES]. `turned` is the address of a buffer for one part of the rotated
+    query.
     """
     D, size = job.D, job.size
     for four in range(job.fours):
@@ -309,7 +310,8 @@ def count_ranks(ranks, start, stop, bins):
 def scan(job, memory, thread, codes, table, totals, scores, ranks, start, stop, bins):
     """Score the keys from `start` to `stop` of a head, and count the scores by bin.
 
-    `codes` is the address of the head's codes [M, parts].
+    `codes` and `table` are the addresses of the head's codes [M, parts] and tables. `totals` [fours, LANES] are the
+    log-sum-exps of the query heads.
     """
     address = lanes_of(job, memory, thread)[2]
     logits, sums = floats(address, (BLOCK * LANES,)), floats(address + ROW * BLOCK, (BLOCK,))
@@ -481,9 +483,9 @@ def _attend(job, memory, thread, threads):
 
 @njit(inline="always")
 def _attend_head(job, memory, h, output, sums, start, stop, first, last):
-    """Attend to a thread's rows and centroids of one head.
+    """Attend to a thread's rows of one head, from `start` up to `stop`, and to its centroids, `first` up to `last`.
 
-    Write the logits of the chosen rows, and then add up the weighted values of all rows and centroids.
+    Write the logits of the chosen rows, and then add the weighted values of all rows and centroids to `output`.
     """
     H, D, M, C, E, budget = job.H, job.D, job.M, job.C, job.E, job.budget
     query, found = floats(job.query, (H, job.G, D))[h], ints(memory.found, (H, M))[h]

@@ -34,7 +34,10 @@ def _add_keys(
     peak, total, q, keys, first, stop, t, d, scale, softmax_scale, softcap,
     CAPPED: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from `first` up to `stop` to the running maximum and sum of exponentials [GROUP]."""
+    """Add the keys from `first` up to `stop` to the running maximum and sum of exponentials [GROUP]; return both.
+
+    `scale` is the softmax scale in units of log 2.
+    """
     for at in range(first, stop, TILE):
         inside = at + t < stop
         k = tl.load(keys + (at + t)[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)

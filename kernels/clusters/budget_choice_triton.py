@@ -121,6 +121,7 @@ def _write_members(
 ):  # fmt: skip
     """Write the rows of the first `lengths` members of each cluster in `known` to slots from `begins` on.
 
+    `number` is the number of these clusters, and `longest` at least the largest of their lengths.
     Usually few clusters are taken. The taken clusters are first compacted in scratch memory. Each thread then reads the
     clusters whose members it writes.
     """
@@ -204,8 +205,8 @@ class Scored:
 
     `logits` is [H, G, stride], minus infinity for empty clusters. `numbers` [H, stride] int32 counts the clusters'
     tokens. `peaks` and `totals` [H, G, parts] are the maxima and the sums of exponentials of the softmax over parts of
-    the clusters. `used` and `queue` [H] int32 are counters, initially zero. The first `known` [H] int32 clusters are
-    valid, or all if `known` is None.
+    the clusters. `used` and `queue` [H] int32 are zeros, for these fields of `ClusterChoice`. The first `known` [H]
+    int32 clusters are valid, or all if `known` is None.
     """
 
     logits: torch.Tensor

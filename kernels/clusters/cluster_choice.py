@@ -167,8 +167,8 @@ def _filled(scores: torch.Tensor, counts: torch.Tensor, budget: int) -> torch.Te
 def ranked(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> torch.Tensor:
     """Sort clusters by rank, highest first; return their indices [..., C].
 
-    A rank is the exponent and the first `bits` fraction bits of a score, clamped (see `least_rank`). Clusters of equal
-    rank keep their order.
+    A rank is the exponent and the first `bits` fraction bits of a score, clamped to the range that `least_rank` defines
+    for the budget. Clusters of equal rank keep their order.
     """
     ranks = (scores.view(torch.int32) >> (23 - bits)) - least_rank(budget, bits)
     return ranks.clamp(0, 2 ** (EXPONENT_BITS + bits) - 1).argsort(dim=-1, descending=True, stable=True)
@@ -178,7 +178,7 @@ def best_first(scores: torch.Tensor, budget: int, bits: int = SCORE_BITS) -> tor
     """Sort clusters in the order in which the kernels for one query take them; return indices [..., C].
 
     These kernels order clusters by rank on a GPU, and by score on a CPU. With the same order here, a question gets the
-    same clusters whether it is alone or one of several.
+    same clusters whether it is alone or one of several. `budget` and `bits` are as in `ranked`.
     """
     return ranked(scores, budget, bits) if scores.is_cuda else scores.argsort(dim=-1, descending=True, stable=True)
 
@@ -300,7 +300,7 @@ def choose_together(
         centroids: [H, C, D], C at most `MOST_CLUSTERS`; counts, starts: [H, C] int, token count and first row of each
             cluster, with at most `MOST_TOKENS` tokens a head.
         budget: number of tokens for each question in each head.
-        capacity: number of row slots of a head; must be large enough.
+        capacity: number of row slots of a head, at least the number of rows in the union.
         thresholds: [B] float32, the threshold of each question; None: the budget decides.
         seen: [H] int64, to which the number of tokens taken is added.
 

@@ -114,7 +114,10 @@ def _launch(
     softcap: float | None, first_row: torch.Tensor | None = None,
     listed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
-    """Compute the logits and sums of all clusters, or of the listed clusters and their first rows."""
+    """Compute the logits, their peaks and sums, of all clusters or of the listed clusters.
+
+    The second result [H, S] int32 has the listed clusters' first rows. Without `listed` it is never read.
+    """
     (H, G, D), C, device = query.shape, counts.shape[1], query.device
     scaled, counts = isinstance(centroids, Int8Kernel), side_by_side(counts)
     keys, scales, block = _keys(query, centroids)

@@ -221,6 +221,8 @@ def _take_kernel(
 ):  # fmt: skip
     """Choose one question's clusters in a head, and merge them with the choices of the other questions.
 
+    With KEEP, the question takes all clusters whose score reaches its threshold. Otherwise it takes the best clusters
+    up to the budget.
     An atomic maximum keeps, for each cluster, the largest number of tokens that any question takes.
     """
     question, head = tl.program_id(0), tl.program_id(1).to(tl.int64)

@@ -96,7 +96,7 @@ def least_rank(budget: int, bits: int = SCORE_BITS) -> int:
     """Return the offset to subtract from the leading bits of a float32 score to get its rank.
 
     The leading bits are the sign, the exponent and `bits` fraction bits. All scores of at least b, which is 1 / budget
-    rounded up to a power of two, share the highest rank, because all that have such a score are taken.
+    rounded up to a power of two, share the highest rank. At most `budget` tokens score so high, so all are taken.
     """
     exponent = 1 - max(budget, 1).bit_length()
     return ((127 + exponent - int(2**EXPONENT_BITS)) << bits) + 1

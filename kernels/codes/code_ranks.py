@@ -63,7 +63,7 @@ def join_chosen(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> Joine
 
     Args:
         chosen: [H, B, K] int32 key indices, with duplicates allowed.
-        capacity: number of row slots of a head; must be large enough.
+        capacity: number of row slots of a head, at least the number of keys in the union.
     """
     H, keys = groups.labels.shape
     flags = torch.zeros(H, keys, dtype=torch.int32, device=chosen.device).scatter_(1, chosen.flatten(1).long(), 1)
@@ -146,5 +146,5 @@ def octaves_of_steps(query: torch.Tensor, codes: LaidOutCodes, softmax_scale: fl
 
 
 def _truncated(tensor: torch.Tensor) -> torch.Tensor:
-    """Truncate to the precision of bfloat16; float32."""
+    """Truncate numbers to the precision of bfloat16; return float32."""
     return (tensor.float().view(torch.int32) & -65536).view(torch.float32)

@@ -50,9 +50,9 @@ def _truncated(x):
 
 @triton.jit
 def _reach(q, columns, span, PADDED: tl.constexpr):
-    """Bound the distance of two products of a query [GROUP, BLOCK_D], in each part of some columns of the turn.
+    """Bound the distance of any two products of a query with a part's centroids, for the parts of some columns.
 
-    Returns each query's largest bound [GROUP]. `octaves_of_steps` defines the bound.
+    The queries are [GROUP, BLOCK_D]. Returns each query's largest bound [GROUP]. `octaves_of_steps` defines the bound.
     """
     bounds = tl.abs(common.dot(_truncated(q), _truncated(columns))) * span
     return tl.max(tl.sum(tl.reshape(bounds, [bounds.shape[0], bounds.shape[1] // PADDED, PADDED]), 2), 1)
@@ -221,7 +221,8 @@ def _sums_of_parts(words, tables, head, word, first, first_places, padded, FOURS
     """Sum the table entries of some keys over the parts; return two int32 tensors [FOURS, 4].
 
     A table entry has one byte for each of four query heads. The first tensor packs the 16-bit sums of the first and
-    third of these heads. The second tensor packs the sums of the second and fourth.
+    third of these heads. The second tensor packs the sums of the second and fourth. `first_places` is the result of
+    `_places_of_parts` for the first parts.
     """
     every, odd = tl.zeros([FOURS, 4], tl.int32), tl.zeros([FOURS, 4], tl.int32)
     entry = tl.arange(0, AT_ONCE * CENTROIDS)

@@ -88,7 +88,8 @@ class RowLayer(CacheLayerMixin):
 class GivenLayer(RowLayer):
     """A cache layer that stores no rows: the attention function attends to the rows that a callback returns.
 
-    Its mask sizes cover all tokens even for a layer with a sliding window, because the model's mask applies the window.
+    `before` is the number of tokens before the pass. The mask sizes cover all tokens even for a layer with a sliding
+    window, because the model's mask applies the window.
     """
 
     is_compileable = hasattr(sdpa_attention, "pack_gqa")

@@ -68,7 +68,8 @@ class AttentionCall:
     `query` is [Hq, Q, D]. `keys` and `values` [Hk, T, D] are the rows that the model attends to. In most models they
     are the rows that the cache's `update` returned; some models compute them from those rows. RoPE and norms are
     already applied. If a model's keys and values have different numbers of channels, the smaller are padded with zeros.
-    The sequences of a batch are concatenated along the heads.
+    The sequences of a batch are concatenated along the heads. `window` is the number of keys up to its own that a query
+    attends to; None: all. `sink_logits` [Hq] are learned logits that have no value row.
     """
 
     layer: int

@@ -75,7 +75,10 @@ def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tenso
 
 
 def split_pairs(rows: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split rows into views of the RoPE pairs' first and second channels [..., P] and of the rest [..., D - 2 P]."""
+    """Split rows into views of the RoPE pairs' first and second channels [..., P] and of the rest [..., D - 2 P].
+
+    `interleaved` is as in `rotate`.
+    """
     turned, rest = rows[..., : 2 * pairs], rows[..., 2 * pairs :]
     if interleaved:
         return turned[..., 0::2], turned[..., 1::2], rest

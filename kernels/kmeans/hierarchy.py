@@ -70,7 +70,8 @@ def levels_above(keys: torch.Tensor, labels: torch.Tensor, sizes: list[int], clu
 
     Args:
         keys: [Hk, M, D]; labels: [Hk, M] of the finest level.
-        sizes: number of clusters of each level, finest first, descending.
+        sizes: number of clusters of each level, finest first, descending. A coarser level has fewer if a head has fewer
+            non-empty clusters in the finer level.
         cluster: the function that clusters centroids.
     """
     levels = [Level(*cluster_means(keys, labels, sizes[0]))]
@@ -84,7 +85,7 @@ def levels_above(keys: torch.Tensor, labels: torch.Tensor, sizes: list[int], clu
 
 
 def level_sizes(shares: Sequence[float], tokens: int) -> list[int]:
-    """Compute the number of clusters of each level, at least one, from its share of the number of tokens."""
+    """Compute each level's number of clusters: its share times the number of tokens, rounded, and at least one."""
     return [max(1, round(share * tokens)) for share in shares]
 
 
@@ -245,7 +246,8 @@ def online_levels(
 ) -> list[Level]:
     """Build all levels of a block with keys [Hk, T, D], from the labels [Hk, T] of the finest level.
 
-    The finest level has `clusters` clusters. Coarser levels are clustered from scratch.
+    The finest level has `clusters` clusters. Coarser levels are clustered from scratch in the space `space` of
+    `to_space`. Their numbers of clusters are the shares `shares[1:]` of the tokens.
     """
 
     def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor) -> torch.Tensor:

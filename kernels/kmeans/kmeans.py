@@ -97,7 +97,7 @@ def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
 def largest_products(points: torch.Tensor, centres: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """Find, for each point, the centre of the largest score: the product with the point, plus the centre's `added`.
 
-    The first centre counts among equal scores, and centre 0 if a score is NaN.
+    Among equal scores the first centre is found. If a score is NaN, it is centre 0.
 
     Args:
         points: [B, S, d]; centres: [B, C, d]; added: [B, C] float32.
@@ -152,7 +152,7 @@ def lloyd(
 
     Args:
         points: [Hk, M, D] float32; centres: [Hk, C, D], initial centres.
-        weights: [Hk, M] float32, 0 for points to ignore.
+        weights: [Hk, M] float32, 0 for points to ignore; None: all 1.
 
     Returns:
         labels [Hk, M] of a final assignment, and the centres [Hk, C, D] of this assignment.

@@ -145,7 +145,11 @@ class NearestCentres:
     """
 
     def __init__(self, points: torch.Tensor, number: int, tiles: Tiles | None = None):
-        """Copy points [Hk, M, D] of any floating dtype to float16, with D padded to a power of two."""
+        """Copy points [Hk, M, D] of any floating dtype to float16, with D padded to a power of two, at least 16.
+
+        `number` is the number of centres of each call. Without `tiles`, the first of TILES that fits in shared memory
+        is used.
+        """
         self.tiles = tiles or _fitting_tiles(_padded(points.shape[2]), points.device)
         self.padded_clusters = triton.cdiv(number, self.tiles.centres) * self.tiles.centres
         self.means = points.mean(1, dtype=torch.float32)

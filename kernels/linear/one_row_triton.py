@@ -87,7 +87,10 @@ def _multiply(
 
 @triton.jit
 def _sums_of_nibbles(packed, x, y, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, SIXTEENS: tl.constexpr):
-    """Multiply the low halves of bytes by x and the high halves by y; return two sums [BLOCK_N, SIXTEENS]."""
+    """Multiply the 4-bit numbers in the low halves of bytes by x, and those in the high halves by y.
+
+    Return two sums [BLOCK_N, SIXTEENS], each over 16 neighbouring bytes.
+    """
     if EXACT or WIDEN:
         low, high = (packed & 15).to(tl.float32) - 8.0, (packed >> 4).to(tl.float32) - 8.0
         low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, SIXTEENS, 16]), 2)

@@ -16,7 +16,7 @@ GROUP = 32
 PAIR = 2 * GROUP
 """Input channels of a pair of groups: the 4-bit numbers of both groups share bytes, and the scales share a word."""
 FEW = 16
-"""Maximum number of rows that the kernels multiply; with more rows, the time of dequantising the weights is small."""
+"""Maximum number of rows that the kernels multiply. With more rows, the dequantising of all weights costs little."""
 TOGETHER = 3
 """Maximum number of layers that multiply a row together: those of queries, keys and values."""
 BLOCK = 1 << 24
@@ -70,7 +70,7 @@ Weight = torch.Tensor | Int8Weight | Int4Weight
 
 
 def round_to_int8(weight: torch.Tensor) -> Int8Weight:
-    """Round weights [N, K] to int8 by one scale per output channel: its largest magnitude becomes 127 or -127."""
+    """Round weights [N, K] to int8, by one float32 scale per output channel that makes its largest magnitude 127."""
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     for some in _blocks(weight):

@@ -129,7 +129,10 @@ def _int4_rows_kernel(
     PARTS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply up to ROWS rows [R, K] by 4-bit weights [N, PAIRS, 32] with scales [N, PAIRS], PARTS pairs at a time."""
+    """Multiply up to ROWS rows [R, K] by 4-bit weights [N, PAIRS, 32], PARTS pairs at a time.
+
+    `scales` [N, PAIRS] are words of two bfloat16.
+    """
     n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     part, j = tl.arange(0, PARTS), tl.arange(0, 32)
     inside = n < N

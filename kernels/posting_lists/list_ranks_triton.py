@@ -155,7 +155,8 @@ def _logit(number, unit, base, softcap, CAPPED: tl.constexpr):
 def _weights(word, slope, unit, base, peak, highest, left, softcap, CAPPED: tl.constexpr, WHOLE: tl.constexpr):
     """Compute the exponentials of the two logits in each word, relative to the tile's largest.
 
-    Return them packed in a word, and their sum.
+    Return them packed in a word, and their sum. `left` is the number of keys from the low logit's key on. The high
+    logit's key comes 16 keys later.
     """
     low, high = packed.two_numbers(word)
     if CAPPED:

@@ -247,6 +247,7 @@ def score_of_others(
 
     Args:
         centroids: [..., d]; key_mean: the mean of all `keys` keys, which broadcasts to the centroids.
+        scoring: see `estimate_part`.
     """
     if scoring == "paper":
         return torch.zeros_like(scores[..., 0])
@@ -259,7 +260,7 @@ def score_of_others(
 
 
 def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tensor:
-    """Estimate q k [Hk, R, keys] float32 of queries with all keys, without the softmax scale."""
+    """Estimate q k [Hk, R, keys] float32 of queries with all keys, without the softmax scale; see `estimate_part`."""
     Hk, parts, R, places = lookup.nearest.shape
     logits = torch.zeros(Hk, R, tables.keys, device=lookup.nearest.device)
     for part in range(parts):

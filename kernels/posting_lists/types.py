@@ -84,5 +84,8 @@ def fewer_ranks(ranks: torch.Tensor) -> torch.Tensor:
 
 
 def lowest_rank(wanted: int) -> int:
-    """Return the offset to subtract from the leading 13 bits of a float32 score to get its rank."""
+    """Return the offset to subtract from the leading 13 bits of a float32 score to get its rank.
+
+    `wanted` is the number of keys to choose, the budget of `least_rank`.
+    """
     return least_rank(wanted, FRACTION_BITS)

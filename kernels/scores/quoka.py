@@ -125,7 +125,7 @@ def quoka_scores(
         query: [Hk, G, Q, D].
         keys: [Hk, T, D].
         norms: [Hk, T], norms of the keys; None: computed here.
-        similarity: `cosine`, or `dot`, the paper's ablation.
+        similarity: `cosine`, or `dot`, the paper's ablation, in which neither queries nor keys are normalised.
         across: `max` over the queries, or `mean`, the paper's ablation; `none` keeps a score for each query.
 
     Returns:
