@@ -83,4 +83,4 @@ def refuse_with_ranks(given: Mapping[str, object]) -> None:
     """Raise UsageError for the first of these options that the user has set. They need a single process."""
     for option, value in given.items():
         if value:
-            raise UsageError(f"{option} does not work with several ranks; leave it out, or leave --gpus out")
+            raise UsageError(f"{option} does not work with several ranks; leave it out, or use neither --gpus nor torchrun")
