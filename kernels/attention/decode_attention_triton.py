@@ -22,6 +22,7 @@ from sparsekv.kernels.common.launch import (
     count_sms,
     dependent_launch,
     group_rows,
+    have_equal_strides,
     num_splits,
     side_by_side,
     tile_rows,
@@ -266,6 +267,7 @@ def decode_attention_triton(
     Allocates float32 partial outputs [H, programs, G, D], with about four programs per SM, or eight for int8 rows. For
     runs it also allocates their row indices [H, capacity] int32.
     """
+    assert all(have_equal_strides(*pair) for pair in ((runs.keys, runs.values), exact))
     (H, G, D), E = query.shape, exact[0].shape[1]
     query, early = query.contiguous(), dependent_launch(query.device)
     plain = one_level([part for part in centroids if part.rows is None])

@@ -16,6 +16,7 @@ from sparsekv.kernels.common.launch import (
     count_sms,
     dependent_launch,
     group_rows,
+    have_equal_strides,
     num_splits,
     power_of_two,
     side_by_side,
@@ -226,12 +227,6 @@ def _own_kernel(
     softmax.store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
 
 
-def _alike(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether keys and values have equal strides along all axes longer than 1."""
-    strides = zip(keys.stride(), values.stride(), keys.shape, strict=True)
-    return all(of_keys == of_values or size == 1 for of_keys, of_values, size in strides)
-
-
 def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, softcap=None, sink_logits=None):
     """Run `shared_decode` on a GPU.
 
@@ -240,7 +235,7 @@ def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, soft
     queries, they have up to nine times as many elements as the queries.
     """
     assert len(centroids) <= 1
-    assert all(_alike(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
+    assert all(have_equal_strides(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
     query, none = unit_stride(query), query.new_empty(H, 0, D)
     R, E, BLOCK_D = B * G, exact[0].shape[1], softmax.block_of(runs)

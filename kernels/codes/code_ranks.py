@@ -141,7 +141,8 @@ def octaves_of_steps(query: torch.Tensor, codes: LaidOutCodes, softmax_scale: fl
     """
     turned = (_truncated(query) @ _truncated(codes.turn)).unflatten(-1, (codes.books.shape[1], -1))
     reach = (turned.abs() * codes.spans[:, None]).sum(-1).amax(-1) * (STEP_ROOM * softmax_scale * math.log2(math.e))
-    return reach.clamp(min=LEAST_OCTAVES) / LEVELS
+    steps: torch.Tensor = reach.clamp(min=LEAST_OCTAVES) / LEVELS
+    return steps
 
 
 def _truncated(tensor: torch.Tensor) -> torch.Tensor:

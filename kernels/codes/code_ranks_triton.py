@@ -88,7 +88,7 @@ def _make_table(
     turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
     products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
     top = tl.max(products, 1)
-    below = tl.floor((top[:, None] - products) / step[:, None] + 0.5).to(tl.int32)
+    below = tl.floor((top[:, None] - products) * (1.0 / step)[:, None] + 0.5).to(tl.int32)
     # The clamp also keeps NaN products from carrying into the next head's byte.
     below = tl.where((g < G)[:, None], tl.minimum(tl.maximum(below, 0), LEVELS), 0)
     by_word = tl.reshape(below << (8 * (g % 4))[:, None], [GROUP // 4, 4, CENTROIDS])
@@ -273,7 +273,7 @@ def _of_word(numbers, g, word: tl.constexpr):
 
 @triton.jit
 def _scores(
-    even, odd, word: tl.constexpr, base, step, logsumexp, g, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
+    even, odd, word: tl.constexpr, base, steps, logsumexp, g, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
     """Compute the estimated probabilities of some keys, summed over the query heads of a word."""
@@ -284,12 +284,12 @@ def _scores(
         first, third = (even & 0xFFFF).to(tl.float32), ((even >> 16) & 0xFFFF).to(tl.float32)
         second, fourth = (odd & 0xFFFF).to(tl.float32), ((odd >> 16) & 0xFFFF).to(tl.float32)
     below, tops = (first, second, third, fourth), _of_word(base if CAPPED else base - logsumexp, g, word)
-    octaves = _of_word(step * 2.0**24 if SMALL else step, g, word)
     if CAPPED:
         totals = _of_word(logsumexp, g, word)
     score = tl.zeros(even.shape, tl.float32)
     for group in tl.static_range(0, G - 4 * word if 4 * word + 4 > G else 4):
-        logit = tops[group] - below[group] * octaves[group]
+        step = tl.load(steps + 4 * word + group) * (2.0**24 if SMALL else 1.0)
+        logit = tops[group] - below[group] * step
         if CAPPED:
             logit = common.capped(logit / LOG2_E, softcap, CAPPED) * LOG2_E - totals[group]
         score += packed.exp2(logit)
@@ -337,7 +337,6 @@ def _scan_kernel(
     # These loads precede the look-ups, so that they overlap with the loads of the look-ups.
     part_peaks, part_totals = _partial_sums(peaks, totals, head, sums, g, G, SUMS)
     best = tl.load(tops + (head * G + g[:, None]) * PARTS + p, mask=(g < G)[:, None] & (p < PARTS), other=0.0)
-    step = tl.load(steps + head * G + g, mask=g < G, other=0.0)
     WORDS: tl.constexpr = (G + 3) // 4
     counts = tl.zeros([FEW_RANKS], tl.int32)
     for piece in tl.static_range(PIECES):
@@ -352,7 +351,7 @@ def _scan_kernel(
             )
             if piece + word == 0:
                 base, logsumexp = tl.sum(best, 1), _logsumexps(part_peaks, part_totals, g, G)
-            score += _scores(even, odd, word, base, step, logsumexp, g, softcap, CAPPED, G, SMALL)
+            score += _scores(even, odd, word, base, steps + head * G, logsumexp, g, softcap, CAPPED, G, SMALL)
         # With PIECES == 1, all programs run at once. The next kernel is launched only now, because its programs would
         # otherwise start early, and spread unevenly over the SMs.
         if PIECES == 1:

@@ -69,6 +69,12 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
+def have_equal_strides(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether keys and values have equal strides along all axes longer than 1."""
+    strides = zip(keys.stride(), values.stride(), keys.shape, strict=True)
+    return all(of_keys == of_values or size == 1 for of_keys, of_values, size in strides)
+
+
 def unit_stride(rows: torch.Tensor) -> torch.Tensor:
     """Return rows [..., D] with contiguous channels; copy them if needed."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

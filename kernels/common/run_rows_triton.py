@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.common.launch import dependent_launch, power_of_two, unit_stride
+from sparsekv.kernels.common.launch import dependent_launch, have_equal_strides, power_of_two, unit_stride
 from sparsekv.kernels.common.tiles_triton import wait_for_previous_kernel
 
 
@@ -40,7 +40,8 @@ def store_new_row_triton(stored, new, row):
 def _store(stored, new, slots, rows, slot_stride, head_stride):
     keys, values = (unit_stride(one) for one in new)
     H, T, D = keys.shape
-    assert all(one.is_contiguous() for one in stored)
+    assert have_equal_strides(*stored)
+    assert stored[0].stride()[-2:] == (D, 1)
     _store_kernel[(T, H)](
         *stored, keys, values, slots, rows, slot_stride, head_stride, *keys.stride()[:2], *values.stride()[:2],
         D=D, BLOCK_D=power_of_two(D), num_warps=1, **dependent_launch(rows.device),

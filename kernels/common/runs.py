@@ -44,7 +44,8 @@ def store_new_row(
     """Write the key and the value of one token into a cache; on a GPU this is one launch.
 
     Args:
-        stored: keys [H, R, D] and values [H, R, D'], contiguous.
+        stored: keys [H, R, D] and values [H, R, D']. The rows of a head are contiguous; heads may have any stride, on a
+            GPU the same for keys and values.
         new: key [H, 1, D] and value [H, 1, D'] of the token.
         row: [1] int64, the token's row.
     """

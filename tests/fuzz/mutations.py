@@ -128,8 +128,8 @@ FAULTS = (
         "products of codes are told apart within 24 octaves alone",
         Patch(
             "kernels/codes/code_ranks.py",
-            "return reach.clamp(min=LEAST_OCTAVES) / LEVELS",
-            "return torch.full_like(reach, 24 / LEVELS)",
+            "reach.clamp(min=LEAST_OCTAVES) / LEVELS",
+            "torch.full_like(reach, 24 / LEVELS)",
         ),
     ),
     Fault(

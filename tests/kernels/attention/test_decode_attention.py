@@ -38,6 +38,15 @@ def test_attention_by_its_definition(stands: int, D: int, dtype: torch.dtype, to
     assert_close(output, truth, tolerance)
 
 
+def test_values_with_other_strides_than_keys_are_refused() -> None:
+    """The kernels would read other rows."""
+    step = some_step().on(DEVICE)
+    runs, exact, *rest = step.arguments(0)[1:]
+    wider = torch.nn.functional.pad(runs.values, (0, 0, 0, 1))[:, :-1]
+    with pytest.raises(AssertionError):
+        decode_attention_triton(step.arguments(0)[0], replace(runs, values=wider), exact, *rest, 0.2)
+
+
 @pytest.mark.parametrize("G", range(1, 9) if DEVICE.type == "cuda" else (2, 4, 6, 8))
 def test_groups_of_any_size(G: int) -> None:
     step = some_step(G, G=G)

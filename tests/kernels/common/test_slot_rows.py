@@ -45,12 +45,14 @@ def test_each_row_is_in_its_place_and_no_other_is_touched(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("D", [64, 96])
 @pytest.mark.parametrize("row", [0, 1, ROOM - 1])
+@pytest.mark.parametrize("earlier", [0, 3])
 def test_a_new_row_is_in_its_place_in_each_head(
-    store: Callable[..., None], dtype: torch.dtype, D: int, row: int
+    store: Callable[..., None], dtype: torch.dtype, D: int, row: int, earlier: int
 ) -> None:
+    """Also where the rows of earlier tokens are in the same buffer, as in the layers of a batch whose windows slide."""
     before = [normal(seed, S, ROOM, D).to(dtype).to(DEVICE) for seed in (0, 1)]
     new = [normal(seed, 1, S, D).to(dtype).to(DEVICE).transpose(0, 1) for seed in (2, 3)]
-    after = [one.clone() for one in before]
+    after = [torch.cat([one[:, :earlier], one], 1)[:, earlier:] for one in before]
     store(tuple(after), tuple(new), torch.tensor([row], device=DEVICE))
     for was, now, given in zip(before, after, new, strict=True):
         was[:, row] = given[:, 0]
