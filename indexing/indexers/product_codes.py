@@ -83,7 +83,8 @@ def fit_rest(
         left = counts[:, None].repeat(1, some.shape[2], 1)
         cluster = labels[:, None].expand(-1, some.shape[2], -1).gather(-1, best)
         left.scatter_add_(-1, cluster, -torch.ones_like(cluster, dtype=left.dtype))
-        expected += ((of_means - total[..., None]).exp() * left[:, None]).sum((1, 2))
+        # A mean's logit is at most the total. The zeros of an empty cluster's mean may have a logit that is far above.
+        expected += ((of_means - total[..., None]).clamp(max=0).exp() * left[:, None]).sum((1, 2))
     masses = torch.zeros_like(counts).scatter_add_(1, labels, weights)
     prior = PRIOR * masses.mean(1, keepdim=True).clamp(min=1e-12)
     outputs = torch.zeros(*counts.shape, values.shape[2], device=values.device)

@@ -1,5 +1,6 @@
 """Ranks of a head's keys for one query, by posting lists or exact logits, and the choice of the best-ranked keys."""
 
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -158,7 +159,8 @@ def rank_rows(
         keys: [H, M, D], contiguous within a head.
         rows: [H, S] int32, indices of the keys to rank.
         logsumexp: [H, G] float32, an estimate over all keys, which normalises the probabilities. Where the log-sum-exp
-            of the rows' logits is larger, it is used instead.
+            of the rows' logits is larger, it is used instead. Where all G estimates are larger, they are lowered by the
+            smallest excess: the order of the rows is the same, and ranks distinguish rows of any probability.
         wanted: number of rows that will be chosen.
 
     Returns:
@@ -166,4 +168,7 @@ def rank_rows(
     """
     gathered = keys.gather(1, rows.long()[..., None].expand(-1, -1, keys.shape[2]))
     logits = attention_logits(query[:, :, None], gathered, softmax_scale, softcap)[:, :, 0]
-    return ranks_of(logits, torch.maximum(logsumexp, logits.logsumexp(-1)), wanted)
+    of_rows = logits.logsumexp(-1)
+    totals = torch.maximum(logsumexp, of_rows)
+    excess = (totals - of_rows).amin(1, keepdim=True)
+    return replace(ranks_of(logits, totals - excess, wanted), logsumexp=totals)

@@ -50,6 +50,20 @@ def _row_logits_kernel(
     tl.store(totals + place, total, mask=of_group)
 
 
+@triton.jit
+def _row_logsumexps(peaks, totals, estimated, place, parts, PARTS: tl.constexpr):
+    """Compute a query head's log-sum-exp over the rows, and the larger of it and the estimate, in units of log 2.
+
+    `place` is the query head's index.
+    """
+    s = tl.arange(0, PARTS)
+    part_peaks = tl.load(peaks + place * parts + s, mask=s < parts, other=-float("inf"))
+    part_totals = tl.load(totals + place * parts + s, mask=s < parts, other=0.0)
+    peak = tl.max(part_peaks, 0)
+    of_rows = peak + tl.log2(tl.sum(part_totals * tl.exp2(part_peaks - peak), 0))
+    return of_rows, tl.maximum(of_rows, tl.load(estimated + place) * LOG2_E)
+
+
 @triton.jit(do_not_specialize=["slots", "parts", "least"])
 def _row_rank_kernel(
     logits, peaks, totals, estimated, ranks, coarse, logsumexps, slots, stride, parts, least, G: tl.constexpr,
@@ -59,20 +73,19 @@ def _row_rank_kernel(
     """Compute the ranks of a tile of slots in the layout of `TokenRanks`, and count them in bins of 16 ranks."""
     common.wait_for_previous_kernel(EARLY)
     tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    i, s = tl.arange(0, SLOTS), tl.arange(0, PARTS)
+    i = tl.arange(0, SLOTS)
     slot = tile * SLOTS + i
     score = tl.zeros([SLOTS], tl.float32)
+    excess = float("inf")
     for g in tl.static_range(G):
-        place = (head * G + g) * parts + s
-        part_peaks = tl.load(peaks + place, mask=s < parts, other=-float("inf"))
-        part_totals = tl.load(totals + place, mask=s < parts, other=0.0)
-        peak = tl.max(part_peaks, 0)
-        logsumexp = peak + tl.log2(tl.sum(part_totals * tl.exp2(part_peaks - peak), 0))
-        logsumexp = tl.maximum(logsumexp, tl.load(estimated + head * G + g) * LOG2_E)
+        of_rows, logsumexp = _row_logsumexps(peaks, totals, estimated, head * G + g, parts, PARTS)
+        excess = tl.minimum(excess, logsumexp - of_rows)
+    for g in tl.static_range(G):
+        _, logsumexp = _row_logsumexps(peaks, totals, estimated, head * G + g, parts, PARTS)
         if tile == 0:
             tl.store(logsumexps + head * G + g, logsumexp / LOG2_E)
         at = logits + (head * G + g) * stride + slot
-        score += packed.exp2(tl.load(at, mask=slot < slots, other=-float("inf")) - logsumexp)
+        score += packed.exp2(tl.load(at, mask=slot < slots, other=-float("inf")) - (logsumexp - excess))
     rank = ((score / G).to(tl.int32, bitcast=True) >> (23 - FRACTION_BITS)) - least
     rank = tl.minimum(tl.maximum(rank, 0), RANKS - 1)
     by_byte = tl.reshape(rank << (8 * (i // 8 % 4)), [SLOTS // 32, 4, 8])

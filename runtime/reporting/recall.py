@@ -235,10 +235,12 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
     # If the dense output of a head is zero, the relative error is 0 for an output of zero, and 1 for any other.
     error = torch.where((size == 0) & ~apart.isnan(), (apart > 0).to(apart.dtype), apart / size)
     seen, whole = (truth.probability * chosen).sum(-1), truth.probability.sum(-1)
+    # Probabilities can all be zero in float32. The tokens then count alike.
+    mass = torch.where(whole == 0, chosen.float().mean(-1), seen / whole)
     return {
         "selected_tokens": chosen.sum(-1),
         "recall": (chosen & truth.oracle(wanted)).sum(-1) / wanted,
-        "attention_mass": seen / whole,
+        "attention_mass": mass,
         "output_error": error.mean(-1),
         "kv_fraction": attempt.rows / (2 * truth.logits.shape[-1]),
         "missed_mass": whole - seen,

@@ -116,12 +116,16 @@ class CodeScan:
         self.values, self.labels = tensors["rest_values"], clusters.labels.to(short).contiguous()
 
     @staticmethod
+    def fits(tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether kernels support the sizes of the codebooks."""
+        _, parts, centroids, size = tensors["codebooks"].shape
+        # The kernel unrolls its look-ups over the parts, and stores one part of the rotation in shared memory.
+        return parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS and centroids == CENTROIDS
+
+    @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
         """Whether the codes are on a GPU, in sizes that kernels support, and are enough for kernels to save time."""
-        codes, (_, parts, centroids, size) = tensors["codes"], tensors["codebooks"].shape
-        # The kernel unrolls its look-ups over the parts, and stores one part of the rotation in shared memory.
-        fits = parts % IN_WORD == 0 and parts <= MOST_PARTS and size <= MOST_CHANNELS
-        return codes.is_cuda and fits and centroids == CENTROIDS and codes.shape[1] >= FEWEST_KEYS
+        return tensors["codes"].is_cuda and CodeScan.fits(tensors) and tensors["codes"].shape[1] >= FEWEST_KEYS
 
     def choose_for_each(
         self, query: torch.Tensor, beside: torch.Tensor, tokens: int
@@ -179,13 +183,18 @@ class QuestionScan:
         self.codes, self.facts = KeyCodes(turn, books, as_stored(codes), codes.shape[1]), facts
 
     @staticmethod
-    def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the codes are on a GPU, the kernel supports them, and there are enough keys for it to save time."""
+    def fits(tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether the kernel supports the sizes of the codebooks."""
         # A tile of the kernel has the channels of all parts. Its sizes must be powers of two, and its matrix product
         # needs at least 16 channels.
         _, parts, _, size = tensors["codebooks"].shape
-        fits = all(power_of_two(number) == number for number in (parts, size)) and parts * size >= 16
-        return CodeScan.serves(tensors) and fits
+        powers = all(power_of_two(number) == number for number in (parts, size)) and parts * size >= 16
+        return CodeScan.fits(tensors) and powers
+
+    @staticmethod
+    def serves(tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether the codes are on a GPU, the kernel supports them, and there are enough keys for it to save time."""
+        return CodeScan.serves(tensors) and QuestionScan.fits(tensors)
 
     def choose(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:
         """Select the best tokens [Hk, K] int32 for queries [Hk, G, T, D] together, in order of position.

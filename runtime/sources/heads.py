@@ -104,9 +104,11 @@ def _random_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def _best(scores: dict[int, list[float]]) -> list[Head]:
     """Return the heads of highest score, in order of layer and head, with weights in proportion to the scores.
 
-    `scores` has a list of the query heads' scores for each layer.
+    The weights are equal if all scores are zero, as in float32 where no head attends to these tokens. `scores` has a
+    list of the query heads' scores for each layer.
     """
     every = [(score, layer, head) for layer, of_layer in scores.items() for head, score in enumerate(of_layer)]
     best = sorted(every, reverse=True)[: max(LEAST, math.ceil(SHARE * len(every)))]
     total = math.fsum(score for score, _, _ in best)
-    return [Head(layer, head, score / total) for score, layer, head in sorted(best, key=lambda one: one[1:])]
+    in_order = sorted(best, key=lambda one: one[1:])
+    return [Head(layer, head, score / total if total else 1 / len(best)) for score, layer, head in in_order]

@@ -21,8 +21,8 @@ class Case:
     """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
 
     Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
-    family's own, `weights` the seed of its weights, `rounded` what they are rounded to, `ends` for short answers, `eos`
-    the tokens that end an answer by its generation config.
+    family's own, `weights` the seed of its weights, `loud` the size of biases of queries and keys, `rounded` what the
+    weights are rounded to, `ends` for short answers, `eos` the tokens that end an answer by its generation config.
     Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without one,
     `padded` for white space around document and questions, `encoding` of its file, and letters beyond ASCII for it.
     Index: `indexers` with their options.
@@ -42,6 +42,7 @@ class Case:
     softcap: float = 0.0
     tied: bool = False
     weights: int = 0
+    loud: float = 0.0
     rounded: Weights | None = None
     ends: bool = False
     eos: tuple[int, ...] = (END,)
@@ -86,6 +87,8 @@ class Case:
 
 LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3", "qwen3_next", "falcon_h1")
 ROPES = ("linear", "yarn", "qwen-yarn", "llama3", "dynamic", "longrope", "longrope")
+LOUD = 0.25
+"""Share of cases whose models have large biases of queries and keys."""
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig")
 
 
@@ -146,7 +149,11 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
         case = replace(case, kv_dtype=None)
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
     case = replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
-    return replace(case, rounded=random.choice(["int8", "int4"]) if random.random() < 0.2 else None)
+    case = replace(case, rounded=random.choice(["int8", "int4"]) if random.random() < 0.2 else None)
+    if random.random() >= LOUD:
+        return case
+    case = replace(case, loud=random.choice([1.0, 3.0, 8.0, 20.0]))
+    return replace(case, deed="choices") if random.random() < 0.5 else case
 
 
 def _draw_model(random: Random) -> Case:

@@ -208,11 +208,42 @@ def config_of(case: Case) -> Any:
         changes["rope_parameters"] = rope_parameters(case)
     if case.rope == "longrope" and case.family in ("phi3", "phimoe"):
         changes["original_max_position_embeddings"] = case.original
-    return AutoConfig.for_model(case.family, **(COMMON | changes | FAMILIES[case.family](case)))
+    config = AutoConfig.for_model(case.family, **(COMMON | changes | FAMILIES[case.family](case)))
+    if case.loud:
+        for name in BIASES:
+            if hasattr(config, name):
+                setattr(config, name, True)
+    return config
+
+
+BIASES = ("attention_bias", "use_qkv_bias", "use_bias")
+"""What configs call the biases of projections to queries and keys; some families have them always, others never."""
+
+
+def make_loud(model: PreTrainedModel, case: Case) -> None:
+    """Make logits hundreds of nats apart, by biases of queries and keys as in Qwen2, which turn with RoPE.
+
+    Where there are norms of queries and keys, their weights are made larger, and where there are neither, those of the
+    projections.
+    """
+    modules = {name: module for name, module in model.named_modules() if "attn" in name}
+    kinds = {name.rpartition(".")[2] for name in modules}
+    for name, module in modules.items():
+        kind = name.rpartition(".")[2]
+        if kind in ("q_norm", "k_norm", "q_layernorm", "k_layernorm") and hasattr(module, "weight"):
+            module.weight.add_(case.loud**0.5)
+        elif kind in ("q_proj", "k_proj") and module.bias is not None:
+            module.bias.add_(case.loud * torch.randn_like(module.bias))
+        elif kind in ("q_proj", "k_proj") and not kinds & {"q_norm", "q_layernorm"}:
+            module.weight.mul_((1 + case.loud) ** 0.5)
+        elif kind == "q_b_proj":  # of queries of latent attention
+            module.weight.mul_(1 + case.loud)
+        elif kind == "qkv_proj":
+            module.weight[: -case.kv_heads * case.head_dim].mul_((1 + case.loud) ** 0.5)
 
 
 MODEL_FIELDS = ("family", "layers", "kv_heads", "group", "head_dim", "rope", "original", "positions", "window",
-                "softcap", "tied", "weights", "ends", "eos")  # fmt: skip
+                "softcap", "tied", "weights", "loud", "ends", "eos")  # fmt: skip
 """The fields of a case that decide its model."""
 
 
@@ -231,6 +262,8 @@ def _made(key: tuple[Any, ...], device: str) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
+        if case.loud:
+            make_loud(model, case)
         if case.ends:  # often the likeliest of all tokens
             model.get_output_embeddings().weight[[*{END, *case.eos}]] *= 4.0
         model.generation_config.eos_token_id = case.eos[0] if len(case.eos) == 1 else list(case.eos)

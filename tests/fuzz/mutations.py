@@ -124,6 +124,18 @@ FAULTS = (
         "a declared encoding is not read",
         Patch(DOCUMENT, "and encoding in _MARKABLE else encoding", "and encoding in _MARKABLE else UTF_8"),
     ),
+    Fault(
+        "products of codes are told apart within 24 octaves alone",
+        Patch(
+            "kernels/codes/code_ranks.py",
+            "reach.clamp(min=LEAST_OCTAVES) / LEVELS",
+            "torch.full_like(reach, 24 / LEVELS)",
+        ),
+    ),
+    Fault(
+        "rows are ranked by an estimate that is far too large",
+        Patch("kernels/posting_lists/list_ranks.py", "ranks_of(logits, totals - excess,", "ranks_of(logits, totals,"),
+    ),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.small_index import build_small, reopen, small_plan
 from support.source_shares import retrieval_shares
-from support.tiny_models import tiny_tokenizer
+from support.tiny_models import FAMILIES, tiny_tokenizer
 
 from sparsekv.formats.documents.document import Document
 from sparsekv.formats.documents.prompt import encode_prompt
@@ -83,6 +83,18 @@ def test_layers_with_a_window_do_not_count(tmp_path: Path, monkeypatch: pytest.M
     assert len(layers) < len(index.artifact.manifest.layers)
     assert {one.layer for one in measure_heads(index.model, index.tokenizer, layers)} <= set(layers)
     assert Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=1).sources
+
+
+def test_heads_that_attend_to_no_repeated_token_count_alike() -> None:
+    """Each token of this model attends to itself alone."""
+    model = FAMILIES["llama"]()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            of_keys = layer.self_attn.k_proj.weight.unflatten(0, (-1, layer.self_attn.head_dim))
+            groups = model.config.num_attention_heads // len(of_keys)
+            layer.self_attn.q_proj.weight.copy_(1e6 * of_keys.repeat_interleave(groups, 0).flatten(0, 1))
+    found = measure_heads(model, tiny_tokenizer(), [0, 1])
+    assert [one.weight for one in found] == [1 / LEAST] * LEAST
 
 
 @pytest.mark.parametrize("sources", [-1, 65, True, "3"])

@@ -136,6 +136,16 @@ def test_masses_and_values_are_those_of_what_the_codes_leave_of_each_query(softc
         assert_close(built["rest_values"][head], (outputs + prior * plain) / (masses + prior)[:, None], 1e-4)
 
 
+def test_an_empty_cluster_weighs_nothing_where_all_logits_are_far_below_zero() -> None:
+    """Singling out all outliers leaves a cluster without keys, whose mean of zeros has a logit of zero."""
+    layer, bias = layer_input(middle=200), torch.full((16,), 8.0)
+    assert layer.queries is not None
+    loud = replace(layer, keys=layer.keys + bias, queries=layer.queries - bias)
+    built = replace(SMALL, outliers=1.0).build_layer(loud)
+    assert int(built["level0.counts"].amin()) == 0
+    assert bool(built["rest_bias"].isfinite().all())
+
+
 def test_clusters_are_those_of_multipole() -> None:
     layer = layer_input(middle=200)
     built = SMALL.build_layer(layer)

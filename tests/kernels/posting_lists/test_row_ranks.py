@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
-from support.ranks import assert_ranks, on_cpu
+from support.ranks import assert_ranks, least_kept, on_cpu
 
 from sparsekv.kernels.posting_lists.list_ranks import rank_rows, top_ranked
 from sparsekv.kernels.posting_lists.top_ranks_triton import rank_rows_triton
@@ -53,6 +53,15 @@ def test_the_best_are_those_of_highest_probability() -> None:
         taken = torch.zeros(600, dtype=torch.bool)
         taken[slots] = True
         assert float(probability[head][taken].min()) >= float(probability[head][~taken].max()) * (1 - 1 / 15)
+
+
+@pytest.mark.parametrize("estimate", [-30.0, 30.0, 300.0])
+def test_the_best_rows_are_chosen_however_wrong_the_estimate_is(estimate: float) -> None:
+    query, keys = 2 * normal(1, 2, 3, 64), normal(2, 2, 300, 64)
+    logits = SCALE * query.double() @ keys.double().transpose(1, 2)
+    totals = logits.logsumexp(-1).float() + estimate
+    found = rank(query, keys, torch.arange(300, dtype=torch.int32).repeat(2, 1), totals, 30)
+    assert least_kept(top_ranked.reference(found, 30), logits) > 0.97
 
 
 def test_a_soft_cap() -> None:

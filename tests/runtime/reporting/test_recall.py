@@ -1,6 +1,6 @@
 """What a report measures, against the definitions written out in float64, token by token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ from support.reference import attention_probabilities, reference_attention
 from support.small_index import build_small
 from support.small_layer import as_queries, chosen_tokens
 
-from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
+from sparsekv.runtime.attention.guard import Attempt
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.codes import Codes
@@ -30,7 +31,7 @@ from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, Measures, measure_layer, truths
+from sparsekv.runtime.reporting.recall import MeasuredSetting, Measures, measure_layer, step_measures, truths
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Selection, Selector
 
 NAMES = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction", "missed_mass")
@@ -228,6 +229,18 @@ def test_the_window_recalls_nothing_and_reads_nothing(artifact: Artifact) -> Non
     for name in ("selected_tokens", "recall", "attention_mass", "kv_fraction"):
         assert not measured[name].any()
     assert bool((measured["output_error"] > 0.01).all())
+
+
+def test_tokens_without_any_probability_count_alike(artifact: Artifact) -> None:
+    """Of a query whose exact rows have all attention in float32, the attention mass is the share of chosen tokens."""
+    layer = artifact.manifest.indexed_layers[0]
+    (truth,) = truths(LayerRows(artifact, layer), [tail_block(artifact, layer)], CPU)
+    faint = replace(truth, probability=torch.zeros_like(truth.probability))
+    chosen = torch.zeros_like(truth.probability, dtype=torch.bool)
+    chosen[..., : chosen.shape[-1] // 4] = True
+    attempt = Attempt(faint.probability.sum(-1), faint.probability.sum(-1), (chosen, truth.output.transpose(1, 2)))
+    mass = step_measures(attempt, faint, 5)["attention_mass"]
+    assert mass.flatten().tolist() == pytest.approx([float(chosen.float().mean())] * mass.numel())
 
 
 def test_queries_measured_in_pieces_give_the_same_means(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,373 @@
+"""The deed that chooses: each way in which a method chooses is held to the method's own estimates in float64.
+
+Kernels for a GPU run there, and elsewhere the functions in plain torch that define them, for documents of any length.
+A definition that loses what tells good tokens from bad ones is found so, though its kernel equals it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.functional import normalize
+
+from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.kernels.attention.cluster_step import LARGEST_EXPONENT, attend_to_best, choose_by_codes
+from sparsekv.kernels.clusters.cluster_choice import choose_listed, open_clusters
+from sparsekv.kernels.clusters.types import EXPONENT_BITS, Children
+from sparsekv.kernels.codes.types import HEADROOM, IN_WORD, JOINT_HEADROOM, LEVELS
+from sparsekv.kernels.kmeans.kmeans import nearest_centres
+from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, ListCodes, unpacked
+from sparsekv.kernels.posting_lists.types import LARGEST, ExactKeys
+from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_keys
+from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer
+from sparsekv.runtime.methods.codes import CodesSelector
+from sparsekv.runtime.selection.clusters.selector import ClusterSelector
+from sparsekv.runtime.selection.code_scan import CodeScan, QuestionScan
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries, Selector
+from sparsekv.runtime.selection.posting_lists import ListSearch, TableSelector
+from sparsekv.runtime.selection.registry import methods
+
+from .case import from_options
+from .deeds import deed
+from .oracles import expect
+from .world import World
+
+LEAST = 0.97
+"""Least share of the best tokens' probability that the chosen have, beside the loss by the precision of ranks."""
+QUERIES = 3
+"""So many of the tail's queries choose."""
+OCTAVE = math.log(2)
+SMALLEST = -80.0
+"""Logarithms of probabilities in float32 are equal below it."""
+EXACTLY, BY_SCORE, BY_EXPONENT, BY_FEW_RANKS = 0.01, OCTAVE / 64, OCTAVE, OCTAVE / 2
+"""How far apart in nats two tokens may be so that either is chosen: by scores in float32, and by ranks."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that chooses `tokens` of the middle's keys [Hk, M, D] for queries [Hk, G, T, D] at positions [T].
+
+    `exact` are the other keys [Hk, E, D] and the sinks [Hk, G], and `beside` [Hk, G, T] is their log-sum-exp.
+    """
+
+    facts: LayerFacts
+    keys: torch.Tensor
+    query: torch.Tensor
+    positions: torch.Tensor
+    exact: ExactKeys
+    beside: torch.Tensor
+    tokens: int
+
+    def logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """[Hk, G, T, N] float64, of queries [Hk, G, T, D] on keys [Hk, N, D]."""
+        return self.of_products(torch.einsum("hgtd,hnd->hgtn", query.double(), keys.double()))
+
+    def of_products(self, products: torch.Tensor) -> torch.Tensor:
+        logits, softcap = products * self.facts.softmax_scale, self.facts.softcap
+        return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of the best `tokens` by estimates [Hk, M], which are logarithms of probabilities in float64.
+
+    `held` [Hk] is the logarithm of the probability that the chosen have together. `unclear` [Hk] is how far apart in
+    nats two tokens may be so that either is chosen.
+    """
+
+    by: str
+    estimates: torch.Tensor
+    held: torch.Tensor
+    tokens: int
+    unclear: torch.Tensor | float
+
+    def kept(self) -> float:
+        """The least share of any head of the probability that the worst choice has that is not wrong."""
+        best = self.estimates.topk(self.tokens).values
+        last = best[:, -1:]
+        unclear = torch.as_tensor(self.unclear).to(best).expand(len(best))[:, None]
+        worst = torch.where(best > last + unclear, best, last - unclear).logsumexp(-1)
+        return float((self.held - worst).exp().min())
+
+
+Ways = Iterator[Choice]
+
+
+def held_by(estimates: torch.Tensor, rows: torch.Tensor, used: torch.Tensor | None = None) -> torch.Tensor:
+    """Log-probability [Hk] of rows [Hk, K] together, or of the first `used` [Hk] of them; each row counts once."""
+    none = estimates.shape[1]
+    if used is not None:
+        rows = torch.where(torch.arange(rows.shape[1], device=rows.device) < used[:, None], rows, none)
+    chosen = torch.zeros(len(rows), none + 1, dtype=torch.bool, device=rows.device).scatter_(1, rows.long(), True)
+    return estimates.masked_fill(~chosen[:, :none], -torch.inf).logsumexp(-1)
+
+
+def averaged(logits: torch.Tensor, totals: torch.Tensor, most: float = math.inf) -> torch.Tensor:
+    """Log-probabilities [Hk, T, N] of logits [Hk, G, T, N], clamped to `most` and averaged over query heads."""
+    return (logits - totals[..., None]).clamp(max=most).logsumexp(1) - math.log(logits.shape[1])
+
+
+def jointly(estimates: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [Hk, N] of [Hk, T, N], averaged over queries."""
+    return estimates.logsumexp(1) - math.log(estimates.shape[1])
+
+
+def in_ranks(estimates: torch.Tensor, wanted: int, octaves: int = 2**EXPONENT_BITS) -> torch.Tensor:
+    """Clamp estimates to what ranks distinguish: probabilities from 1 / `wanted` down to so many octaves below it."""
+    highest = -OCTAVE * (max(1, wanted).bit_length() - 1)
+    return estimates.clamp(highest - OCTAVE * octaves, highest)
+
+
+def reranked(logits: torch.Tensor, totals: torch.Tensor, wanted: int) -> torch.Tensor:
+    """Estimates [Hk, T, N] of all keys by exact logits [Hk, G, T, N], with estimated log-sum-exps [Hk, G, T]."""
+    own = logits.logsumexp(-1)
+    totals = torch.maximum(totals, own)
+    return in_ranks(averaged(logits, totals - (totals - own).amin(1, keepdim=True)), wanted)
+
+
+def by_codes(selector: Selector, layer: Layer) -> Ways:
+    """By product codes: with log-sum-exps that are estimated by the clusters, and with the right ones.
+
+    Estimated ones may be so small that many keys have the highest rank; no choice among these keys is wrong here.
+    """
+    assert isinstance(selector, CodesSelector)
+    (query, tokens), tensors, books = (layer.query, layer.tokens), selector.tensors, selector.estimates.codebooks
+    turned = (query.double() @ tensors["query_turn"].double()[:, None]).unflatten(-1, (books.shape[1], -1))
+    products = torch.einsum("hgtpd,hpcd->hgtpc", turned, books.double())
+    names = selector.codes.transpose(1, 2)[:, None, None].long().expand(*products.shape[:4], -1)
+    logits = layer.of_products(products.gather(-1, names).sum(3))
+    weighed = layer.logits(query, selector.clusters.keys) + selector.log_masses.double()[:, None, None]
+    totals = torch.logaddexp(weighed.logsumexp(-1), layer.beside.double())
+    right = torch.logaddexp(logits.logsumexp(-1), layer.beside.double())
+    exactly = averaged(logits, totals, LARGEST_EXPONENT).clamp(min=SMALLEST)
+    for t, one in enumerate(query.unbind(2)):
+        if not query.is_cuda:
+            chosen = choose_by_codes(one, selector.step_codes, layer.beside[..., t], tokens)
+            yield Choice("the compiled step", exactly[:, t], held_by(exactly[:, t], chosen), tokens, EXACTLY)
+    if not (CodeScan.fits(tensors) if query.is_cuda else books.shape[1] % IN_WORD == 0):
+        return
+    spans = books.double().amax(2) - books.double().amin(2)
+    steps = (turned.abs() * spans[:, None, None]).sum(-1).amax(-1) * layer.facts.softmax_scale / LEVELS
+    unclear = (BY_FEW_RANKS + 3 * steps * math.sqrt(books.shape[1] / 12)).amax(1)
+    scan, unweighed = selector.gpu_scan, CodeScan(tensors, selector.clusters, layer.facts)
+    unweighed.clusters = replace(scan.clusters, bias=torch.full_like(scan.clusters.bias, -torch.inf))
+    by_clusters, rightly = in_ranks(averaged(logits, totals), tokens >> HEADROOM), averaged(logits, right)
+    again = reranked(layer.logits(query, layer.keys), totals, tokens)
+    for t, one in enumerate(query.unbind(2)):
+        chosen, _ = scan.choose(one, layer.exact, None, tokens, tokens)
+        yield Choice("the scan", by_clusters[:, t], held_by(by_clusters[:, t], chosen), tokens, unclear[:, t])
+        chosen, _ = scan.choose(one, layer.exact, layer.keys, tokens, layer.keys.shape[1])
+        yield Choice("the reranked scan", again[:, t], held_by(again[:, t], chosen), tokens, OCTAVE / 8)
+        exact = ExactKeys(layer.exact.keys[:, :0], sinks=right[..., t].float())
+        chosen, _ = unweighed.choose(one, exact, None, tokens, tokens)
+        ranked = in_ranks(rightly[:, t], tokens >> HEADROOM)
+        yield Choice("the scan's ranks", ranked, held_by(ranked, chosen), tokens, unclear[:, t])
+    union, _ = unweighed.choose_for_each(query, right.float(), tokens)
+    for t in range(query.shape[2]):
+        ranked = in_ranks(rightly[:, t], tokens >> HEADROOM)
+        yield Choice("the scans", ranked, held_by(ranked, union.rows, union.used), tokens, unclear[:, t])
+    if not query.is_cuda or QuestionScan.fits(tensors):
+        ranked = in_ranks(jointly(rightly), tokens >> JOINT_HEADROOM)
+        chosen = QuestionScan(tensors, layer.facts).choose(query, right.float(), tokens)
+        yield Choice("the scan of a question", ranked, held_by(ranked, chosen), tokens, OCTAVE / 8)
+
+
+def by_lists(selector: Selector, layer: Layer) -> Ways:
+    """By posting lists in four bits, and by exact logits of all keys."""
+    assert isinstance(selector, TableSelector)
+    if selector.backoff is not None:
+        return
+    query, tokens, keys = layer.query, layer.tokens, layer.keys
+    search = ListSearch(selector.tables, selector.scoring, selector.weights, layer.facts)
+    products, reach = listed_products(query, search.lists)
+    logits, exact = layer.of_products(products), layer.logits(query, keys)
+    totals = torch.logaddexp(logits.logsumexp(-1), layer.beside.double())
+    estimates = in_ranks(averaged(logits, totals), tokens)
+    # Slopes of lists are rounded to 1 / room of their sum.
+    parts = search.lists.codes.shape[1]
+    rounding = 3 * math.sqrt(parts / 12) * HIGHEST / (HIGHEST * (LARGEST // HIGHEST - parts))
+    unclear = (OCTAVE / 4 + rounding * reach * layer.facts.softmax_scale).amax(1)
+    for t, one in enumerate(query.unbind(2)):
+        chosen = search.select(one, layer.exact, keys, tokens).rows.starts[:, 0]
+        yield Choice("the lists", estimates[:, t], held_by(estimates[:, t], chosen), tokens, unclear[:, t])
+        again = search.select(one, layer.exact, keys, tokens, keys.shape[1] / tokens).rows.starts[:, 0]
+        ranked = reranked(exact, totals, tokens)[:, t]
+        yield Choice("the reranked lists", ranked, held_by(ranked, again), tokens, OCTAVE / 8)
+
+
+def listed_products(query: torch.Tensor, lists: ListCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products [Hk, G, T, M] float64 that codes of lists stand for, and [Hk, G, T], how far codes can move them."""
+    codes = unpacked(lists.codes)[..., : lists.keys].double()
+    products = query.new_zeros(*query.shape[:3], lists.keys, dtype=torch.float64)
+    reach, head = products[..., 0].clone(), torch.arange(len(query), device=query.device)[:, None, None]
+    for part, channels in enumerate(lists.channels.long()):
+        along = torch.einsum("hgtd,hcd->hgtc", query[..., channels].double(), lists.centroids[:, part].double())
+        longest, nearest = along.max(-1)
+        weight = lists.weights[:, part, None, None].double() * (longest.clamp(min=0) if lists.reaching else 1)
+        slope, origin = (weight * of.double()[head, part, nearest] for of in (lists.steps, lists.origins))
+        products += origin[..., None] + slope[..., None] * codes[head, part, nearest]
+        reach += HIGHEST * slope.abs()
+    return products, reach
+
+
+def by_clusters(selector: Selector, layer: Layer) -> Ways:
+    """By centroids of clusters, whose rows are in the layout's order."""
+    assert isinstance(selector, ClusterSelector)
+    query, tokens, steps, tree = layer.query, layer.tokens, selector.steps, selector.tree
+    if selector.windowed_rope is not None:
+        asked = Queries(query, lambda: layer.positions, lambda: layer.beside, joint=False)
+        query = selector.windowed_rope.query(asked)
+    places = torch.arange(selector.middle, device=query.device).expand(len(query), -1).contiguous()
+    labels = torch.searchsorted(selector.starts, places, right=True) - 1
+
+    def scores(level: int) -> torch.Tensor:
+        logits, counts = layer.logits(query, tree.centroids[level]), tree.counts[level].double()
+        logits = logits.masked_fill(counts[:, None, None] == 0, -torch.inf)
+        return averaged(logits, (logits + counts.log()[:, None, None]).logsumexp(-1))
+
+    fine = scores(0)
+    exactly = fine.gather(-1, labels[:, None].expand(-1, query.shape[2], -1))
+    estimates = in_ranks(exactly, tokens)
+    for t in range(query.shape[2]):
+        one = query[:, :, t : t + 1]
+        indices = steps.flat(one, tokens).rows.indices
+        assert indices is not None
+        held = held_by(estimates[:, t], indices.rows, indices.used)
+        yield Choice("clusters", estimates[:, t], held, tokens, BY_SCORE)
+        if not query.is_cuda:
+            rows = steps.best(one, tokens).rows.expand()[0][:, 0]
+            yield Choice("torch's clusters", exactly[:, t], held_by(exactly[:, t], rows), tokens, EXACTLY)
+            held = attended(selector, one[:, :, 0], exactly[:, t], tokens)
+            yield Choice("the compiled step", exactly[:, t], held, tokens, EXACTLY)
+    ends = torch.arange(1, query.shape[2] + 1, dtype=torch.int32, device=query.device)
+    indices = steps.together(query, ends, tokens, selector.middle, None, None).rows.indices
+    assert indices is not None
+    for t in range(query.shape[2]):
+        held = held_by(estimates[:, t], indices.rows, indices.used)
+        yield Choice("clusters of several", estimates[:, t], held, tokens, BY_SCORE)
+    indices = steps.together(query, ends[-1:], tokens, selector.middle, None, None).rows.indices
+    assert indices is not None
+    ranked = in_ranks(jointly(exactly), tokens)
+    yield Choice("clusters of a question", ranked, held_by(ranked, indices.rows, indices.used), tokens, BY_SCORE)
+    if steps.below is not None:
+        yield from _in_two_levels(selector, layer, query, scores(1), labels)
+
+
+def attended(selector: ClusterSelector, query: torch.Tensor, estimates: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Log-probability [Hk] of the rows that the compiled step chooses: it attends to keys of zeros, which have equal
+    weights, and to values that are the rows' probabilities."""
+    Hk, _, D = query.shape
+    most = estimates.amax(-1, keepdim=True)
+    keys, values = torch.zeros(2, Hk, selector.middle, D)
+    values[..., 0] = (estimates - most).exp()
+    nothing = keys[:, :0], values[:, :0]
+    mean = attend_to_best(query, selector.fused, (keys, values), nothing, tokens, replace=False)[:, 0, 0]
+    return (mean.double() * tokens).log() + most[:, 0]
+
+
+def _in_two_levels(
+    selector: ClusterSelector, layer: Layer, query: torch.Tensor, coarse: torch.Tensor, labels: torch.Tensor
+) -> Ways:
+    """Down a hierarchy: coarse clusters that are opened, by estimates [Hk, T, C], and the best of their children."""
+    steps, tokens, tree = selector.steps, layer.tokens, selector.tree
+    assert steps.below is not None
+    slots = tree.counts[0].shape[1]
+    children, scaling = Children(*steps.below, slots), layer.facts.scaling
+    for t, one in enumerate(query.unbind(2)):
+        opened = open_clusters(one, tree.centroids[1], tree.counts[1], children, slots // 2, tokens, *scaling)
+        is_open, ranked = opened.lengths > 0, in_ranks(coarse[:, t], tokens, 2**EXPONENT_BITS - 2)
+        is_shut = ~is_open & (steps.below[0] > 0) & (tree.counts[1] > 0)
+        worst = ranked.masked_fill(~is_open, torch.inf).amin(-1)
+        beyond = ranked.masked_fill(~is_shut, -torch.inf).amax(-1) - worst
+        expect(float(beyond.max()) <= BY_EXPONENT + EXACTLY, "choice of opened clusters", f"one {beyond} nats better")
+        below = opened.rows, opened.used
+        listed = choose_listed(one, tree.centroids[0], tree.counts[0], steps.first_row, below, tokens, *scaling)
+        is_listed = torch.zeros(len(one), slots + 1, dtype=torch.bool, device=one.device)
+        inside = torch.arange(below[0].shape[1], device=one.device) < below[1][:, None]
+        is_listed.scatter_(1, torch.where(inside, below[0], slots).long(), True)
+        counts = tree.counts[0].double() * is_listed[:, :slots]
+        logits = layer.logits(one[:, :, None], tree.centroids[0]).masked_fill(counts[:, None, None] == 0, -torch.inf)
+        scores = averaged(logits, (logits + counts.log()[:, None, None]).logsumexp(-1))[:, 0]
+        estimates = in_ranks(scores, tokens).masked_fill(counts == 0, -torch.inf).gather(1, labels)
+        held = held_by(estimates, listed.chosen.rows, listed.chosen.used)
+        yield Choice("clusters down a hierarchy", estimates, held, tokens, BY_SCORE)
+
+
+def by_directions(layer: Layer) -> None:
+    """Keys and queries that QuoKA's prefill chooses by cosines, and the centres nearest to keys."""
+    keys, query, count = layer.keys, layer.query[:, :1], min(layer.tokens, layer.keys.shape[1])
+    some = directions(query)
+    cosines = torch.einsum("hqd,hnd->hqn", some.double(), normalize(keys.double(), dim=-1)).amax(1)
+    chosen = cosines.gather(1, nearest_keys(some, keys, count)).amin(-1)
+    short = float((cosines.topk(count).values[:, -1] - chosen).max())
+    expect(short <= 2**-14, "choice of keys by cosine", f"one is {short} below the best")
+    if (few := query.shape[2] // 2) > 0:
+        every, far = normalize(query[:, 0].double(), dim=-1), far_directions(query, few).double()
+        likeness = torch.cosine_similarity(query[:, 0].double(), query[:, 0].double().mean(1, keepdim=True), dim=-1)
+        taken = likeness.gather(1, (far @ every.transpose(1, 2)).argmax(-1)).amax(-1)
+        near = float((taken - likeness.topk(few, largest=False).values[:, -1]).max())
+        expect(near <= 1e-4, "choice of queries", f"one is {near} nearer to the mean than those left")
+    centres = keys[:, :: max(1, keys.shape[1] // 20)].float().contiguous()
+    away = torch.cdist(keys.double(), centres.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
+    found = away.gather(-1, nearest_centres(keys.float(), centres.shape[1])(centres)[..., None]).mean((1, 2))
+    most = 1.01 * away.amin(-1).mean(1) + 1e-6 * away.mean((1, 2))
+    expect(bool((found <= most).all()), "choice of centres", f"at {found}, of which the nearest are at {most}")
+
+
+CHOOSERS: dict[type[Selector], Callable[[Selector, Layer], Ways]] = {
+    CodesSelector: by_codes,
+    TableSelector: by_lists,
+    ClusterSelector: by_clusters,
+}
+"""The ways to choose of each kind of selector that has kernels for it."""
+
+
+def asked_layer(world: World, index: OpenIndex, number: int) -> Layer:
+    """A layer asked by the last queries of the tail, as the index stores them."""
+    device, split, facts = world.model.device, index.split, index.artifact.manifest.attending[number]
+    rows, stored = LayerRows(index.artifact, number).on(device)[0], index.artifact.queries(number)
+    end = split.sinks + split.middle
+    query = stored["tail"][:, -QUERIES:].to(device).unflatten(0, (len(rows), -1)).to(rows)
+    sinks = stored["sink_logits"].to(device).view(len(rows), -1).float() if "sink_logits" in stored else None
+    exact = torch.cat([rows[:, : split.sinks], rows[:, end:]], 1).contiguous()
+    layer = Layer(
+        facts=facts,
+        keys=rows[:, split.sinks : end].contiguous(),
+        query=query.contiguous(),
+        positions=torch.arange(split.tokens - query.shape[2], split.tokens, device=device),
+        exact=ExactKeys(exact, sinks=sinks),
+        beside=query[..., 0],
+        tokens=Budget.parse(world.case.budget).tokens(split.middle),
+    )
+    beside = layer.logits(query, exact).logsumexp(-1)
+    beside = beside if sinks is None else torch.logaddexp(beside, sinks[..., None].double())
+    return replace(layer, beside=beside.float())
+
+
+def ways_to_choose(world: World, index: OpenIndex) -> Ways:
+    """All choices of all indexed layers, of the methods that the index was built for."""
+    case = world.case
+    for name, _ in case.indexers:
+        method = from_options(methods(), name, case.options if name == case.method else ())
+        for number in index.artifact.manifest.indexed_layers:
+            prepared = prepare_layer(
+                LayerRows(index.artifact, number), MethodSpec(name, "", method), world.model.device
+            )
+            if (ways := CHOOSERS.get(type(prepared.selector))) is not None:
+                layer = asked_layer(world, index, number)
+                yield from (replace(one, by=f"{name} by {one.by}") for one in ways(prepared.selector, layer))
+
+
+@deed("choices", 8, asks=False)
+@torch.inference_mode()
+def choices(world: World, index: OpenIndex) -> None:
+    """Tokens that are chosen have the probability of the best, by the method's own estimates, however loud."""
+    for number in index.artifact.manifest.indexed_layers:
+        by_directions(asked_layer(world, index, number))
+    for choice in ways_to_choose(world, index):
+        kept = choice.kept()
+        told = f"{kept:.3f} of the probability of the {choice.tokens} best tokens"
+        expect(kept >= LEAST, f"choice of {choice.by}", told)
