@@ -214,7 +214,12 @@ class TokenizerIdentity(Record):
 
 
 class ChatFrame(Record):
-    """The text that the model's chat template puts around `document + question`."""
+    """The texts around the parts of a prompt that a chat template frames.
+
+    `before` is the template's text before the document. `between` precedes a question. After a document it is a blank
+    line. After an answer it is the template's text from the end of the answer to the next question. `after` is the
+    template's text from the end of the question to the beginning of the answer.
+    """
 
     before: str
     between: str
