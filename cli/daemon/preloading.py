@@ -34,7 +34,8 @@ LATER = (
     "uvicorn.lifespan.off",
     "uvicorn.loops.asyncio",
 )
-"""Modules that commands import only when they need them. The server imports them in advance."""
+"""Modules that commands import only when they need them. The server imports them in advance. Of transformers' model
+families, only that of the embedded model is among them."""
 
 PARALLEL = 1 << 18
 """Number of elements in a tensor that makes torch compute in all its threads."""
