@@ -249,10 +249,11 @@ class TimedAttentionOptions(AttentionOptions):
 
 @dataclass
 class Choices:
-    """Settings of the command line that a chat keeps when the user switches the method or the budget.
+    """Settings that a chat keeps when the user switches the method.
 
     Attributes:
-        budget: the value of --budget; None: each method has its own default.
+        artifact: the index that the chat is about.
+        budget: the value of the last /budget, or else of --budget; None: each method has its own default.
         parameters: the values of the methods' options, by name.
         residual: whether --residual is given.
     """

@@ -504,7 +504,7 @@ FIXED = (
     "checkpoints",
     *("kv_dtype", "weights", "ray", "workers", "from_file", "encoding", "as_one", "include", "exclude", "order"),
 )
-"""Options that determine how a document becomes an index. They cannot change when methods are added to an index."""
+"""Options of a new index, which are refused when methods are added to an index."""
 
 
 def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
@@ -528,13 +528,14 @@ def add_methods(folder: Path, recipe: BuildRecipe, given: Iterable[str], show: P
         given: the options of `FIXED` that are on the command line.
 
     Raises:
-        UsageError: `given` is not empty; the index already fixes these options.
+        UsageError: `given` is not empty.
         SparsekvError: the index or its model cannot be used.
     """
     for option in given:
         named = option.replace("_", "-")
         raise UsageError(
-            f"--{named}: {folder} is an index, whose text, keys and values do not change; leave the option out"
+            f"--{named}: {folder} is an index, to which only methods are added; its text, keys and values stay as they "
+            "are; leave the option out"
         )
     artifact = Artifact(folder, mending=True)
     before = artifact.manifest

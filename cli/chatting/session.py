@@ -70,6 +70,9 @@ class Chat:
     """State of a chat, which questions and commands change.
 
     Attributes:
+        talk: the conversation, with the config that answers the next question.
+        choices: settings that /method keeps.
+        interrupts: Ctrl-C during a question or a command.
         stats: whether times are printed after each answer.
         dtype: the value of --dtype.
         sources: maximum number of sources that are printed after each answer.

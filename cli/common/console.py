@@ -111,7 +111,11 @@ class _PlainConsole(Console):
 
 @cache
 def stderr() -> Console:
-    """Return the console of stderr. It is made at its first use, because it looks at the terminal and its variables."""
+    """Return the console of stderr. It is made at the first use, not at the import.
+
+    rich then reads whether stderr is a terminal, and environment variables such as TERM. In a fork of the preloading
+    server, these are set only after the imports.
+    """
     return _PlainConsole(stderr=True)
 
 

@@ -34,7 +34,8 @@ LATER = (
     "uvicorn.lifespan.off",
     "uvicorn.loops.asyncio",
 )
-"""Modules that commands import only when they need them. The server imports them in advance."""
+"""Modules that commands import only when they need them. The server imports them in advance. Of transformers' model
+families, only that of the embedded model is among them."""
 
 PARALLEL = 1 << 18
 """Number of elements in a tensor that makes torch compute in all its threads."""
@@ -106,7 +107,11 @@ def look(path: str) -> Look:
 
 
 def preload(indices: list[str]) -> Preloaded:
-    """Import all modules that commands import, and load the models of indices. Starts no compute threads."""
+    """Import the modules of the commands that run in the server, and those of `LATER`. Open the indices.
+
+    The models of the indices are loaded too, except on a machine with a GPU. No compute threads are started, because a
+    fork would lose them.
+    """
     began = time.time_ns()
     before = {path: look(path) for path in sys.path[0 if sys.flags.safe_path else 1 :]}
     for command in COMMANDS:

@@ -1,4 +1,5 @@
-"""The server: a process that has imported all modules and forks for each command. It computes nothing before a fork.
+"""The server: a process that has imported the commands' modules, and forks for each command. Before a fork it starts no
+compute threads.
 
 The client is the process that the shell started for a command. A fork of the server, the watcher, waits for a client's
 connection and reads the request. A fork of the watcher, the child, waits for the watcher and then runs the command. The
@@ -165,7 +166,10 @@ class _Server:
     When the spare watcher takes a request, the server forks the next one.
 
     Attributes:
+        path: the path of the socket.
         idle: seconds without a request after which the server ends.
+        likeness: facts of the server's process. A client with other facts runs its command itself.
+        began: Unix time in seconds at which the server began.
         commands: descriptor of a file in memory to which the watcher of each command appends one byte.
     """
 

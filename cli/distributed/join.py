@@ -74,8 +74,12 @@ def join_ranks(device: str) -> "Ranks | None":
 
     ranks = join(place)
     if device not in ("auto", ranks.device.type):
-        hide = "; to use CPUs, hide the GPUs: CUDA_VISIBLE_DEVICES=" if ranks.device.type == "cuda" else ""
-        raise UsageError(f"--device {device}: each rank takes the GPU of its own number; leave --device out{hide}")
+        if ranks.device.type == "cpu":
+            raise UsageError(f"--device {device}: no GPU is visible, so the ranks run on CPUs; leave --device out")
+        raise UsageError(
+            f"--device {device}: each rank takes the GPU of its own number; leave --device out, or hide the GPUs with "
+            'CUDA_VISIBLE_DEVICES="" to use CPUs'
+        )
     return ranks
 
 
@@ -83,4 +87,6 @@ def refuse_with_ranks(given: Mapping[str, object]) -> None:
     """Raise UsageError for the first of these options that the user has set. They need a single process."""
     for option, value in given.items():
         if value:
-            raise UsageError(f"{option} does not work with several ranks; leave it out, or use neither --gpus nor torchrun")
+            raise UsageError(
+                f"{option} does not work with several ranks; leave it out, or use neither --gpus nor torchrun"
+            )

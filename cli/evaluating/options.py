@@ -135,8 +135,8 @@ class EvalOptions:
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Method to compare with dense attention; repeatable; `dense` runs dense attention alone. Default: "
-            "all.",
+            help="Method to compare with dense attention, which always runs; repeatable; only `dense`: no other "
+            "method. Default: all.",
             autocompletion=names_of(methods, "all", DENSE),
         ),
     ] = None

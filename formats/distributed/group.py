@@ -140,6 +140,11 @@ class Ranks:
     """Communication of this process, one of the ranks that share a model, with the other ranks.
 
     All ranks must call the methods, except `first`, in the same order.
+
+    Attributes:
+        number: number of this rank, from 0.
+        size: number of ranks.
+        device: the device of this rank.
     """
 
     number: int
@@ -233,7 +238,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join(place: Place) -> Ranks:
-    """Connect to the other ranks, with gloo for host memory and NCCL for GPUs. A rank uses the GPU of its local rank.
+    """Connect to the other ranks, with gloo for host memory and NCCL for GPUs.
+
+    A rank uses the GPU of its local rank, or the CPU if torch finds no GPU.
 
     Raises:
         UsageError: there are fewer GPUs than ranks.

@@ -287,7 +287,7 @@ class _Reader:
         return texts
 
     def read_named(self, name: str) -> None:
-        """Read a file that the user named itself. Raises UsageError if it does not exist, or as `_read` does."""
+        """Read a file that the user named itself. Raises UsageError if it does not exist, and the errors of `_read`."""
         try:
             kind = os.stat(name).st_mode
         except (OSError, ValueError):

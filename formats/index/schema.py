@@ -192,7 +192,13 @@ def state_tokens(name: str) -> int | None:
 class ModelIdentity(Record):
     """Identity of the model that computed the keys and values.
 
-    `weights_hash` is the hash of a sample of the checkpoint's weights, before weights were rounded to `weights`.
+    Attributes:
+        id: the model's name.
+        revision: commit of a hub model; None for any other model.
+        config_hash: hash of `kv_config`.
+        weights_hash: hash of a sample of the checkpoint's weights, before weights were rounded to `weights`.
+        adapter: the names of the model's adapters, joined by commas; None without adapters.
+        quantisation: the quantisation of the checkpoint's config, as JSON; None if the checkpoint is not quantised.
     """
 
     id: str
@@ -214,7 +220,12 @@ class TokenizerIdentity(Record):
 
 
 class ChatFrame(Record):
-    """The text that the model's chat template puts around `document + question`."""
+    """The texts around the parts of a prompt that a chat template frames.
+
+    `before` is the template's text before the document. `between` precedes a question. After a document it is a blank
+    line. After an answer it is the template's text from the end of the answer to the next question. `after` is the
+    template's text from the end of the question to the beginning of the answer.
+    """
 
     before: str
     between: str
@@ -259,7 +270,7 @@ def _check_pages(pages: Pages, start: int, stop: int) -> None:
 
 
 class SourceFile(Record):
-    """A file of a document that was joined from several files: its name, its hash, and its tokens in the prompt."""
+    """A file of a document that was joined from several files: its name, the hash of its bytes, and its tokens."""
 
     path: SourcePath = Field(description="relative to the document's folder, with / between its parts")
     sha256: Sha256
@@ -278,7 +289,13 @@ class SourceFile(Record):
 class Prompt(Record):
     """The fixed prompt: its hashes, its chat frame, and the files and pages that its tokens come from.
 
-    `block_hashes` is chained: entry i covers the first 256 (i + 1) tokens.
+    Attributes:
+        text_sha256: hash of the document's text. Each added text changes it to the hash of the hash before, in hex,
+            followed by the added text.
+        ids_sha256: hash of the token ids.
+        block_hashes: chained hashes of the token ids. Entry i covers the first 256 (i + 1) tokens.
+        tokens: number of tokens.
+        chat: the chat template's texts; None: the index was built without a chat template.
     """
 
     text_sha256: str
@@ -360,7 +377,11 @@ class RopeFacts(Record):
 
 
 class LayerFacts(Record):
-    """How one layer attends. A layer with a sliding window keeps dense attention, and methods build nothing for it."""
+    """How one layer attends. A layer with a sliding window keeps dense attention, and methods build nothing for it.
+
+    Logits are multiplied by `softmax_scale`. `softcap` bounds the logits, and `sliding_window` is the number of tokens
+    that a query attends to; None: there is no such limit.
+    """
 
     softmax_scale: Annotated[float, Field(gt=0)]
     softcap: Annotated[float, Field(gt=0)] | None
@@ -502,7 +523,12 @@ class RopeRecord(Record):
 
 
 class Manifest(Record):
-    """Record of an index: its inputs, settings and files, with checksums. `manifest_sha256` covers all other fields."""
+    """Record of an index: its inputs, settings and files, with checksums. `manifest_sha256` covers all other fields.
+
+    Versions of sparsekv that read schemas from `least_reader_version` on can read the index. `writer_version` is the
+    version of sparsekv that wrote the index, and `versions` has those of Python, torch and transformers. `parent_uuid`
+    is the uuid of the index that this one was built upon; None: there was none.
+    """
 
     schema_version: int = FIRST_SCHEMA
     least_reader_version: int = FIRST_SCHEMA

@@ -1,5 +1,8 @@
-"""Write an index. If the build is interrupted, an earlier index in the folder stays valid. Without one, the folder has
-no manifest."""
+"""Write an index.
+
+If the build is interrupted, an earlier index in the folder stays valid. If there was none, the folder has no manifest,
+and is not taken for an index.
+"""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -149,8 +149,8 @@ def local_folder(name: str, progress: Progress = lambda text: None) -> Path:
     """Return the folder of a model that is on this machine, without a download. A GGUF file is converted if needed.
 
     Raises:
-        UsageError: the model is not on this machine, or as `find_model`.
-        SparsekvError: the embedded model is not in the cache, or as `find_model`.
+        UsageError: the model is not on this machine.
+        SparsekvError: the embedded model is not in the cache. Also raises the errors of `find_model`.
     """
     if name == EMBEDDED and damaged_files(embedded_path(), full=False):
         raise SparsekvError(f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`")

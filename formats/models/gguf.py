@@ -173,7 +173,8 @@ def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
         read: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         check_config(reader, read.config)
         settings = read.config.to_dict()
-        # The quantised model cannot be saved, and its config would make transformers load the GGUF file again.
+        # transformers marks the model as quantised, although its weights are float32 now, and refuses to save it. Its
+        # config would make transformers look for the GGUF file when the saved folder is loaded.
         for one in ("quantization_config", "_name_or_path", "_model_name_or_path"):
             settings.pop(one, None)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(read.config)]

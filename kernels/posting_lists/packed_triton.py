@@ -38,7 +38,7 @@ def two_small_numbers(word):
 
 @triton.jit
 def exp2(x):
-    """Compute 2 ** x, with 0 instead of subnormal results; handling these would take twice as many instructions."""
+    """Compute 2 ** x. On a GPU, subnormal results are 0: to compute them would take twice as many instructions."""
     if WIDEN:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)

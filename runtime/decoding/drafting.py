@@ -68,6 +68,11 @@ class Drafter:
         document: token ids of the stored prompt, from which drafts may be copied.
         by_method: whether the config's method decodes drafts; False for dense attention.
         length: maximum length of the next draft that is copied from earlier text.
+
+    Attributes:
+        steps: number of steps so far.
+        drafted, accepted: numbers of drafted tokens and of accepted tokens so far.
+        paces: speed of each source, by what `source` returns.
     """
 
     document: NDArray[np.int64]

@@ -284,9 +284,9 @@ class Engine:
         while questions are being answered, this generator raises.
 
         Raises:
-            UsageError: as `sequence`; or another question was asked over the same cache between two answers, or this
-                was called from an answer's callback.
-            NotFiniteError: the model's logits are not finite.
+            UsageError: another question was asked over the same cache between two answers, or this was called from an
+                answer's callback.
+            NotFiniteError: the model's logits are not finite. Also raises the errors of `sequence`.
         """
         waiting = deque(self.sequence(one) for one in requests)
         numbers = {one: number for number, one in enumerate(waiting)}
@@ -659,8 +659,7 @@ def answer_after(index: OpenIndex, cache: IndexCache, before: torch.Tensor, requ
             token is prefilled with the question.
 
     Raises:
-        SparsekvError: the number of tokens in the cache does not match `before`.
-        UsageError, NotFiniteError: as `generate`.
+        SparsekvError: the number of tokens in the cache does not match `before`. Also raises the errors of `generate`.
     """
     cache.check_length(len(before))
     held = cache.get_seq_length()

@@ -202,7 +202,11 @@ def depth_of(text: str, part: str) -> float:
 
 @dataclass(frozen=True)
 class Wording:
-    """Templates of a task's introduction, needles, questions and answers, and the function that draws its keys."""
+    """Templates of a task's introduction, needles, questions and answers, and the function that draws its keys.
+
+    `ask_one` is the question for a single value, and `one_is` the beginning of its answer. `ask_all` and `all_are` are
+    those for several values.
+    """
 
     introduction: str
     needle: str

@@ -107,6 +107,7 @@ class ScoredAnswer:
     """A model's answer to one question: a text, or for a continuation the mean loss per token, in nats.
 
     `kv_fraction` is None for a one-token answer by a sparse method, because such an answer needs no decode step.
+    `seconds` is the time of the question's prefill and of the answer.
     """
 
     text: str

@@ -26,8 +26,7 @@ def question_queries(
             end of a chat template. Keys and values of the questions' tokens are left out.
 
     Raises:
-        UsageError: the model has too few positions for a question, or as `question_ids`.
-        SparsekvError: as `question_ids`.
+        UsageError: the model has too few positions for a question. Also raises the errors of `question_ids`.
     """
     with exclusive(index.model):
         asked = [question_ids(index, question, special_tokens=special_tokens) for question in questions]

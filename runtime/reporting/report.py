@@ -56,9 +56,14 @@ class RecallRow:
     """Measures of one method at one budget. `layer` is None in a mean over layers, `kv_head` in a mean over KV heads.
 
     Attributes:
+        budget_tokens: the budget as a number of tokens.
+        selected_tokens: number of tokens that the method selects in a step, for all of its `together` queries.
         recall: share of the oracle's tokens that the method selects.
         attention_mass: share of dense attention to the tokens between sinks and tail that the selected tokens have.
         output_error: distance of the attention output from dense attention's, divided by the norm of the latter.
+        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks
+            and tail (the middle), divided by the number of the middle's key and value rows.
+        missed_mass: share of dense attention, to all tokens, that the tokens which were not selected have.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
         recall_seen: recall on the queries of `seen_block`, from which the index was built. None if the index stores no
             queries, or if the method does not learn from them.
@@ -104,8 +109,9 @@ MEASURES = tuple(one.name for one in fields(RecallRow) if one.type in (float, fl
 class RecallReport:
     """A recall report: one row for each method, variant, budget, layer and KV head.
 
-    `prefill` names the attention with which the context was prefilled. `kv_storage` has the errors of int8 storage. It
-    is None if keys and values are stored in the index's dtype.
+    `n_context` is the number of tokens of the context, `n_middle` of those between sinks and tail, and `n_queries` of
+    the queries that were measured. `prefill` names the attention with which the context was prefilled. `kv_storage` has
+    the errors of int8 storage. It is None if keys and values are stored in the index's dtype.
     """
 
     index: str

@@ -110,7 +110,7 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
             if level:
                 labels = tensors[f"level{level - 1}.parent"][head].long()[labels]
             left[level] += _square_sum(ordered - tensors[f"level{level}.{name}"][head].float()[labels])
-    # A total of 0 means that all rows are equal, so their centroids have no distortion.
+    # A total of 0 means that all rows of each head are equal, so their centroids have no distortion.
     return [math.sqrt(one / total) if total else 0.0 for one in left]
 
 

@@ -183,10 +183,11 @@ class Selection:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Inputs of a selection for one query, after which kernels read the selected rows in place, on the query's device.
+    """Further inputs of a single query's selection. Kernels then read the selected rows without a copy.
 
     Attributes:
-        counter: [Hk] int64, to which selection kernels may add counts that the host does not know.
+        counter: [Hk] int64 on the query's device. Selection kernels may add counts that the host does not know; each
+            count stands for `Cost.per_count` rows.
         exact: the keys that are always attended to.
     """
 

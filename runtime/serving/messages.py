@@ -33,8 +33,10 @@ def conversation_tokens(index: OpenIndex, messages: Sequence[Message], *, raw: b
         raw: encode messages without the chat template.
 
     Raises:
-        UsageError: roles do not alternate from user to user, a user's message is empty, a system message is not the one
-            before the document, the chat template has only one turn, or as `question_ids`.
+        UsageError: the messages do not alternate between user and assistant, beginning and ending with the user; a
+            user's message is empty; a system message is not the first message, is not the one that is stored before
+            the document, or is given with `raw`; or there are several questions, and the chat template allows only
+            one. Also raises the errors of `question_ids`.
     """
     place = Place.behind(index.artifact.manifest.prompt)
     place = Place(None, place.border) if raw else place

@@ -40,8 +40,12 @@ _running: set["Scheduler"] = set()
 class Measures:
     """Current numbers of waiting and running requests, and totals since the scheduler was made.
 
-    `kept_bytes` are the bytes of the copies of ended requests' keys and values. `kv_fraction` is the mean number of
-    key, value and index rows that a decode step read, divided by the number that dense attention would read.
+    Attributes:
+        answers, answer_tokens: number of ended answers, and of their tokens.
+        prompt_tokens, cached_tokens: sums over the ended answers of the numbers of the same names in `Usage`.
+        kept_bytes: bytes of the copies of ended requests' keys and values.
+        kv_fraction: mean number of key, value and index rows that a decode step read, divided by the number that dense
+            attention would read.
     """
 
     waiting: int

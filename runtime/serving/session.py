@@ -69,5 +69,5 @@ class StreamingSession(Session):
             return self._schedulers[0]
 
     def _cache(self, index: OpenIndex, config: DecodeConfig) -> IndexCache:
-        """Return the session's cache if its config lets several questions share steps, otherwise a new cache."""
+        """Return the session's cache if several questions can share steps over that cache, otherwise a new cache."""
         return index.cache(config) if why_alone(index, config.attention, self.cache) else self.cache
