@@ -152,7 +152,7 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
     case = replace(case, rounded=random.choice(["int8", "int4"]) if random.random() < 0.2 else None)
     if random.random() >= LOUD:
         return case
-    case = replace(case, loud=random.choice([1.0, 3.0, 8.0, 20.0]))
+    case = replace(case, loud=random.choice([2.0, 5.0, 10.0, 20.0, 50.0]))
     return replace(case, deed="choices") if random.random() < 0.5 else case
 
 

@@ -7,6 +7,7 @@ A definition that loses what tells good tokens from bad ones is found so, though
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from torch.nn.functional import normalize
@@ -30,7 +31,7 @@ from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries, Se
 from sparsekv.runtime.selection.posting_lists import ListSearch, TableSelector
 from sparsekv.runtime.selection.registry import methods
 
-from .case import from_options
+from .case import Case, from_options
 from .deeds import deed
 from .oracles import expect
 from .world import World
@@ -195,7 +196,8 @@ def by_lists(selector: Selector, layer: Layer) -> Ways:
         yield Choice("the lists", estimates[:, t], held_by(estimates[:, t], chosen), tokens, unclear[:, t])
         again = search.select(one, layer.exact, keys, tokens, keys.shape[1] / tokens).rows.starts[:, 0]
         ranked = reranked(exact, totals, tokens)[:, t]
-        yield Choice("the reranked lists", ranked, held_by(ranked, again), tokens, OCTAVE / 8)
+        # The estimated log-sum-exps, which weigh the query heads, are of the rounded slopes.
+        yield Choice("the reranked lists", ranked, held_by(ranked, again), tokens, unclear[:, t])
 
 
 def listed_products(query: torch.Tensor, lists: ListCodes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -325,6 +327,12 @@ CHOOSERS: dict[type[Selector], Callable[[Selector, Layer], Ways]] = {
 """The ways to choose of each kind of selector that has kernels for it."""
 
 
+def budget_of(case: Case, middle: int) -> int:
+    """The case's budget in tokens; another one where it leaves little to choose."""
+    tokens = Budget.parse(case.budget).tokens(middle)
+    return tokens if tokens <= middle // 2 else Random(case.more).randint(1, max(1, middle // 3))
+
+
 def asked_layer(world: World, index: OpenIndex, number: int) -> Layer:
     """A layer asked by the last queries of the tail, as the index stores them."""
     device, split, facts = world.model.device, index.split, index.artifact.manifest.attending[number]
@@ -340,7 +348,7 @@ def asked_layer(world: World, index: OpenIndex, number: int) -> Layer:
         positions=torch.arange(split.tokens - query.shape[2], split.tokens, device=device),
         exact=ExactKeys(exact, sinks=sinks),
         beside=query[..., 0],
-        tokens=Budget.parse(world.case.budget).tokens(split.middle),
+        tokens=budget_of(world.case, split.middle),
     )
     beside = layer.logits(query, exact).logsumexp(-1)
     beside = beside if sinks is None else torch.logaddexp(beside, sinks[..., None].double())
