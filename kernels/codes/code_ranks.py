@@ -6,7 +6,6 @@ import torch
 
 from sparsekv.kernels.codes.types import (
     HEADROOM,
-    JOINT_HEADROOM,
     LEAST_OCTAVES,
     LEVELS,
     STEP_ROOM,
@@ -34,7 +33,7 @@ def rank_jointly(
 ) -> TokenRanks:
     """Rank all keys by their attention probability, estimated from their codes and averaged over the queries.
 
-    `rank_codes` defines the estimate. Ranks distinguish probabilities up to 2 ** `JOINT_HEADROOM` / wanted. On a GPU
+    `rank_codes` defines the estimate. Ranks distinguish probabilities up to 2 ** `HEADROOM` / wanted. On a GPU
     there are two kernels, a few torch operations and no synchronisation.
 
     Args:
@@ -51,7 +50,7 @@ def rank_jointly(
     products = torch.einsum("hrpd,hpcd->hrpc", turned, codes.books.float())
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
     logits = softcapped(products.gather(-1, names).sum(2) * softmax_scale, softcap)
-    return ranks_of(logits, totals, max(1, wanted >> JOINT_HEADROOM))
+    return ranks_of(logits, totals, max(1, wanted >> HEADROOM))
 
 
 @on_gpu("sparsekv.kernels.codes.joint_ranks_triton:join_chosen_triton")

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, JOINT_HEADROOM, JoinedKeys
+from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, JoinedKeys
 from sparsekv.kernels.common.launch import aligned, dependent_launch, power_of_two
 from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot, wait_for_previous_kernel
 from sparsekv.kernels.posting_lists.packed_triton import byte_of, exp2, one_each, sums_of_fours
@@ -162,7 +162,7 @@ def rank_jointly_triton(query, totals, codes, wanted, softmax_scale, softcap=Non
     coarse = torch.empty(H, tiles, BINS, dtype=torch.int32, device=device)
     _joint_kernel[(tiles * TILE_TOKENS // slots, H)](
         turned, largest * softmax_scale, totals, codes.words, codes.books, ranks, rows, codes.keys,
-        tiles * TILE_TOKENS, *codes.words.stride(), lowest_rank(max(1, wanted >> JOINT_HEADROOM)), softcap or 0.0,
+        tiles * TILE_TOKENS, *codes.words.stride(), lowest_rank(max(1, wanted >> HEADROOM)), softcap or 0.0,
         CAPPED=softcap is not None, ROWS=max(16, min(most_rows, power_of_two(rows))), PARTS=parts, SIZE=size,
         CENTROIDS=CENTROIDS, SLOTS=slots, TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS, RANKS=RANKS,
         num_warps=WARPS, num_stages=STAGES, **early,

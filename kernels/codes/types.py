@@ -20,10 +20,10 @@ IN_WORD = 4  # codes in an int32 word
 LEVELS = 255
 LEAST_OCTAVES = 1.0  # lower bound of LEVELS steps, because all products of a query head can be equal
 STEP_ROOM = 1.02  # factor of a step for the error of its bound, which is computed from truncated float32 numbers
-# Octaves above probability 1 / `wanted` in which ranks still distinguish keys: of one query, and of several jointly.
-# Without them too many keys could share the highest rank, because the total of the softmax is an estimate. It is too
-# small where few keys have most of the probability.
-HEADROOM, JOINT_HEADROOM = 2, 4
+# Octaves above probability 1 / `wanted` in which ranks still distinguish keys. Without them too many keys could share
+# the highest rank, because the total of the softmax is an estimate. It is too small where few keys have most of the
+# probability.
+HEADROOM = 6
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ assert BINS * BINS == RANKS
 # If the keys of each rank are counted, ranks are coarser: FEW_RANKS instead of RANKS. A coarse rank spans half an
 # octave of scores (an octave is a factor of 2), except for the original ranks from FINE_FROM up to FINE_FROM + FINE.
 # There it spans an eighth of an octave, because the last chosen key's original rank is nearly always in this range.
-FEW_RANKS, FINE_FROM, FINE = 64, 100, 85
+FEW_RANKS, FINE_FROM, FINE = 64, 36, 85
 LARGEST = 4095  # largest sum of weighted codes, with 12 bits, so that a sum shifted up by four bits fits in 16 bits
 
 

@@ -16,7 +16,7 @@ from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.cluster_step import LARGEST_EXPONENT, attend_to_best, choose_by_codes
 from sparsekv.kernels.clusters.cluster_choice import choose_listed, open_clusters
 from sparsekv.kernels.clusters.types import EXPONENT_BITS, Children
-from sparsekv.kernels.codes.types import HEADROOM, IN_WORD, JOINT_HEADROOM, LEVELS
+from sparsekv.kernels.codes.types import HEADROOM, IN_WORD, LEVELS
 from sparsekv.kernels.kmeans.kmeans import nearest_centres
 from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, ListCodes, unpacked
 from sparsekv.kernels.posting_lists.types import LARGEST, ExactKeys
@@ -171,7 +171,7 @@ def by_codes(selector: Selector, layer: Layer) -> Ways:
         ranked = in_ranks(rightly[:, t], tokens >> HEADROOM)
         yield Choice("the scans", ranked, held_by(ranked, union.rows, union.used), tokens, unclear[:, t])
     if not query.is_cuda or QuestionScan.fits(tensors):
-        ranked = in_ranks(jointly(rightly), tokens >> JOINT_HEADROOM)
+        ranked = in_ranks(jointly(rightly), tokens >> HEADROOM)
         chosen = QuestionScan(tensors, layer.facts).choose(query, right.float(), tokens)
         yield Choice("the scan of a question", ranked, held_by(ranked, chosen), tokens, OCTAVE / 8)
 

@@ -10,7 +10,7 @@ from support.ranks import assert_ranks, least_kept, on_cpu
 
 from sparsekv.kernels.codes.code_ranks import rank_jointly
 from sparsekv.kernels.codes.joint_ranks_triton import rank_jointly_triton
-from sparsekv.kernels.codes.types import JOINT_HEADROOM, KeyCodes, as_stored
+from sparsekv.kernels.codes.types import HEADROOM, KeyCodes, as_stored
 from sparsekv.kernels.posting_lists.list_ranks import top_ranked
 from sparsekv.kernels.posting_lists.types import FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
@@ -47,7 +47,7 @@ def test_ranks_are_those_of_the_definition(softcap: float | None) -> None:
     logits = SCALE * query.double() @ stood_for.transpose(1, 2)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     scores = (logits - totals.double()[..., None]).exp().mean(1).float()
-    expected = (scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted >> JOINT_HEADROOM)
+    expected = (scores.view(torch.int32) >> (23 - FRACTION_BITS)) - lowest_rank(wanted >> HEADROOM)
     expected = expected.clamp(0, RANKS - 1)
     found = rank(query, totals, codes, wanted, softcap)
     assert int((found.in_order() - expected).abs().max()) <= 1
