@@ -176,7 +176,10 @@ def _source(options: BenchOptions, where: torch.device) -> Source:
 
 
 def _about(options: BenchOptions, timer: Timer, timed: Timed, where: torch.device) -> dict[str, Any]:
-    """Return the settings of the measurement, to be shown with the results."""
+    """Return what is shown with the results.
+
+    This is the machine, the settings of the measurement, the bandwidth of a copy, and why steps are missing.
+    """
     return {
         "machine": machine(where),
         "torch": torch.__version__,

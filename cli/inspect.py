@@ -68,7 +68,8 @@ def inspect(
         Path | None,
         typer.Option(
             metavar="FILE.png",
-            help="Plot cluster sizes by layer, or how much each subspace of the posting lists decides.",
+            help="Plot cluster sizes by layer or, for a method with posting lists, how much of the keys' ranking each "
+            "subspace decides.",
         ),
     ] = None,
     html: HtmlOption = None,

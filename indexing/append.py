@@ -247,11 +247,12 @@ def growing_plan(
     middle (the indexed tokens).
 
     Args:
-        chunk_size: tokens per forward pass of a dense prefill; None for the device's default.
+        chunk_size: tokens per forward pass; None for the index's chunk size after a sparse prefill, else for the
+            device's default.
 
     Raises:
         ArtifactError: a file of the index is damaged, or this version cannot continue its prefill or a method.
-        UsageError: the prefill was sparse, and `chunk_size` is not the index's; or an error of `BuildPlan`.
+        UsageError: the prefill was sparse, and the given `chunk_size` is not the index's; or an error of `BuildPlan`.
     """
     for _ in artifact.verify():
         pass
@@ -356,11 +357,12 @@ def adding_plan(
     """Plan a build that adds methods to an index and leaves everything else unchanged.
 
     Args:
-        chunk_size: tokens per forward pass if queries have to be computed again; None for the device's default.
+        chunk_size: tokens per forward pass if queries have to be computed again; None for the index's chunk size after
+            a sparse prefill, else for the device's default.
 
     Raises:
         ArtifactError: another version prefilled the index in a way that this version does not know.
-        UsageError: the prefill was sparse, and `chunk_size` is not the index's; or an error of `BuildPlan`.
+        UsageError: the prefill was sparse, and the given `chunk_size` is not the index's; or an error of `BuildPlan`.
     """
     manifest = artifact.manifest
     prompt = manifest.prompt

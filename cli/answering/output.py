@@ -144,8 +144,10 @@ def identity(config: DecodeConfig) -> dict[str, Any]:
 
 
 def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **more: Any) -> dict[str, Any]:
-    """Return the settings that decide an answer, as the file of `--resume` stores them. `more` holds options by
-    name."""
+    """Return the settings that decide an answer, besides those of `identity`, as the file of `--resume` stores them.
+
+    `more` holds options by name.
+    """
     parameters = asdict(config.attention.method) if isinstance(config.attention, MethodSpec) else {}
     layers = {str(layer): budget.value for layer, budget in config.layer_budgets.items()}
     return {

@@ -94,7 +94,7 @@ GROUPING = ("context", "batch")
 
 
 def _table(rows: Sequence[StepTiming], about: dict[str, Any]) -> Table:
-    """Return a table of timed steps, with a column for each of GROUPING that differs."""
+    """Return a table of timed steps, with a column for each field of GROUPING whose values differ."""
     first, divided = rows[0], differing(rows, GROUPING)
     batch = f"{first.batch} questions over one document" if about["shared"] else f"batch {first.batch}"
     table = titled_table(

@@ -40,17 +40,19 @@ def _lines() -> Iterator[str]:
             )
         if number == 1 and (encoding := marked_encoding(line)) != UTF_8:
             # Input is split at newline bytes, to answer each question as it arrives. Only UTF-8 allows that.
-            raise UsageError(f"standard input is text in {encoding.upper()}; convert it to UTF-8, such as by iconv")
+            raise UsageError(
+                f"standard input is text in {encoding.upper()}; convert it to UTF-8, for example with iconv"
+            )
         try:
             question = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
             raise UsageError(
-                f"standard input line {number} is not text in UTF-8; convert it to UTF-8, such as by iconv"
+                f"standard input line {number} is not text in UTF-8; convert it to UTF-8, for example with iconv"
             ) from None
         if "\0" in question:
             raise UsageError(
-                f"standard input line {number} contains zero bytes, as UTF-16 text does; convert it to UTF-8, such as "
-                "by iconv"
+                f"standard input line {number} contains zero bytes, as UTF-16 text does; convert it to UTF-8, for "
+                "example with iconv"
             )
         if question.strip():
             asked += 1

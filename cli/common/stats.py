@@ -107,7 +107,7 @@ def print_sources(answer: "Answer", question: int | None = None) -> None:
 
 
 def note_cut(answer: "Answer", most: int, *, quiet: bool) -> None:
-    """Note that an answer was cut, because it reached `most` tokens or the model has no more positions."""
+    """If an answer was cut, print a note with the reason: `most` tokens, or the model has no more positions."""
     if answer.finish_reason == "length":
         cut = answer.generated_tokens
         why = "--max-new-tokens" if cut >= most else "the model has no more positions"

@@ -99,7 +99,10 @@ def _counted(row: Score) -> str:
 
 
 def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
-    """Return a table of scores, with a column for each of GROUPING that differs."""
+    """Return a table of scores.
+
+    It has a column for each field of GROUPING, and for `prefill` and `turn`, whose values differ between the rows.
+    """
     first, divided = rows[0], [*differing(rows, GROUPING), *differing(rows, ("prefill", "turn"))]
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
     mean = "" if first.contexts == 1 else "on average "

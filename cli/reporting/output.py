@@ -48,7 +48,7 @@ ROUNDING = 1e-6
 
 
 def legend(rows: Sequence[RecallRow], manifest: Manifest) -> list[str]:
-    """Return the lines to print below a table of these rows of an index."""
+    """Return the lines to print below a table of these report rows. `manifest` is that of the index."""
     columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
     fixed = [line.format(dtype=stored_dtype(manifest)) for line in LEGEND]
     return [*fixed, *columns, *_odd(rows), *filter(None, [windows_line(manifest)])]

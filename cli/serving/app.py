@@ -201,9 +201,10 @@ class Api:
         return About(*about, with_sources=bool(asked.sources))
 
     async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the token ids of `encode`, called in the only thread that uses the tokenizer.
+        """Return the token ids of `encode`, called in the executor's only thread.
 
-        Raises ApiError (400), which names the field `param`, for text that cannot be encoded.
+        A tokenizer must not encode in two threads at once. Raises ApiError (400) for text that cannot be encoded; the
+        error names the field `param` of the request.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self.shelf.executor, encode)

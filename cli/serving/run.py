@@ -67,7 +67,7 @@ def run(options: ServeOptions) -> None:
         artifact = open_artifact(folder)
         return Served(name, beside(artifact), _config(options, artifact), options.budget)
 
-    # One thread, because each call changes a tokenizer's settings, so two threads must not use it at once.
+    # One thread, because encoding changes a tokenizer's settings, so two threads must not encode at once.
     executor, memory = ThreadPoolExecutor(1, "encoder"), _memory(options, opened)
     scheduler = Scheduler({}, slots=options.slots, queue=options.max_queue, memory=memory)
     shelf = Shelf(scheduler, open_later, executor, options.indices_from, memory)

@@ -240,9 +240,10 @@ def _same(given: Answers, base: Answers) -> float:
 
 INTRODUCTION = """\
 Answers of `python docs/benchmarks/real_models.py`. Right answers are in percent, as a mean over the questions of all
-tasks within the model's reach: dense attention answers at least 20% of a task right. Differences to dense attention are
-paired by question, in points, with 95% intervals of a bootstrap over contexts. `window` reads nothing of the document's
-middle, as a control."""
+tasks within the model's reach: dense attention answers at least 20% of a task right. Below a table the tasks marked
+`(beyond)` are beyond this reach, and the table leaves them out. Differences to dense attention are paired by question,
+in points, with 95% intervals of a bootstrap over contexts. `window` reads nothing of the document's middle, as a
+control."""
 HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
 
 

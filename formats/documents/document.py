@@ -288,11 +288,11 @@ def decode_text(data: bytes, name: str) -> str:
         text = data.decode(encoding).removeprefix("\ufeff")
     except UnicodeError as error:
         where = undecodable(error, encoding, len(data))
-        raise UsageError(f"{name} {where}; convert it to UTF-8 first, such as by iconv") from None
+        raise UsageError(f"{name} {where}; convert it to UTF-8 first, for example with iconv") from None
     if "\0" in text:
         # English text in UTF-16 is valid UTF-8, too, in which a zero byte follows each letter.
         raise UsageError(
-            f"{name} contains zero bytes, as UTF-16 text does; convert it to UTF-8 first, such as by iconv"
+            f"{name} contains zero bytes, as UTF-16 text does; convert it to UTF-8 first, for example with iconv"
         )
     return text
 

@@ -17,8 +17,8 @@ class RowScales:
 
     `rows` [H, M, 2] bfloat16 holds each row's key scale and value scale. They are adjacent, because a kernel can
     prefetch four bytes but not two. `channels` and `offsets` are [H, D]. All are contiguous within a head. `units` [H]
-    float32 is near the value scales of each head. Therefore a value scale divided by its head's unit fits in float16,
-    whose largest number is 65,504.
+    float32 is the mean value scale of each head. Kernels divide value scales by it, so that they fit in float16, whose
+    largest number is 65,504.
     """
 
     rows: torch.Tensor

@@ -209,7 +209,10 @@ def sums_of_bins(counts, tile, tiles, BINS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _sums_of_pairs(counts, tile, tiles, FEW_RANKS: tl.constexpr, ROWS: tl.constexpr):
-    """Sum like `sums_of_bins` where each rank has a count, with two counts in a word; return [FEW_RANKS] each."""
+    """Sum like `sums_of_bins`, but counts of single ranks, which are packed two in a word.
+
+    Return the sums over all tiles and over the tiles before `tile`, [FEW_RANKS] each.
+    """
     PAIRS: tl.constexpr = FEW_RANKS // 2
     row, column = tl.arange(0, ROWS), tl.arange(0, PAIRS)
     even, odd, even_before, odd_before = (

@@ -1,8 +1,10 @@
-"""Clocks for steps and memory copies: the wall clock on a CPU, events around CUDA graph replays on a GPU.
+"""Clocks for steps and memory copies: the wall clock on a CPU, CUDA events on a GPU.
 
-By default the hardware's caches are cold, because in a model other layers run between two steps of a layer. To evict
-them, the clock of a CPU reads 128 MiB before each run. The clock of a GPU reads 256 MiB, or four times the L2 cache if
-that is more. With `cold=False` the caches still have the data of the previous run.
+Steps on a GPU are replayed as CUDA graphs if they can be captured.
+
+With `cold=True` the hardware's caches are evicted before each run, because in a model other layers run between two
+steps of a layer. For this the clock of a CPU reads 128 MiB. The clock of a GPU reads 256 MiB, or four times the L2
+cache if that is more. With `cold=False` the caches still have the data of the previous run.
 """
 
 import statistics

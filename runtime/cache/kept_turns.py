@@ -123,8 +123,8 @@ class KeptTurns:
         """Store the rows of an ended sequence.
 
         Stored sequences that this sequence replaces are removed: its prefixes, or without `divided` only an equal
-        sequence. Nothing is stored if the sequence has fewer than BLOCK tokens or the rows exceed the store. If memory
-        for the copies runs out, all stored rows are removed.
+        sequence. Nothing changes if the sequence has fewer than BLOCK tokens, or if its rows alone are larger than the
+        store. If memory for the copies runs out, all stored rows are removed.
 
         Args:
             rows: copies the rows of `tokens`.

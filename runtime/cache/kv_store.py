@@ -119,7 +119,10 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Buffers of keys and values [Hk, used or more, D] that kernels read in place, with the scales of int8 buffers."""
+    """Buffers [Hk, capacity, D] of keys and values that kernels read in place, with the scales if they are int8.
+
+    The first rows of a buffer are in use.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -10,7 +10,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from sparsekv.formats.errors import UsageError, check_type
 
-LEAST_TEMPERATURE = 1e-5  # the smallest allowed temperature above 0, because float32 logits are divided by it
+LEAST_TEMPERATURE = 1e-5
+"""The smallest allowed temperature above 0. Float32 logits divided by a far smaller one would overflow."""
 
 
 @dataclass(frozen=True)

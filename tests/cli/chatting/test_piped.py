@@ -65,11 +65,12 @@ def test_a_reader_that_has_enough_ends_it_quietly(place: Path) -> None:
         (b"\n \n", "no question"),
         (b"caf\xe9?\n", "standard input line 1 is not text in UTF-8"),
         (b"\xef\xbb\xbfWhy?\ncaf\xe9?\n", "standard input line 2 is not text in UTF-8"),
-        ("Why?\n".encode("utf-16"), "standard input is text in UTF-16; convert it to UTF-8, such as by iconv"),
-        ("Why?\n".encode("utf-32"), "standard input is text in UTF-32; convert it to UTF-8, such as by iconv"),
+        ("Why?\n".encode("utf-16"), "standard input is text in UTF-16; convert it to UTF-8, for example with iconv"),
+        ("Why?\n".encode("utf-32"), "standard input is text in UTF-32; convert it to UTF-8, for example with iconv"),
         (
             "Why?\n".encode("utf-16-le"),
-            "standard input line 1 contains zero bytes, as UTF-16 text does; convert it to UTF-8, such as by iconv",
+            "standard input line 1 contains zero bytes, as UTF-16 text does; convert it to UTF-8, for "
+            "example with iconv",
         ),
     ],
     ids=["nothing", "blank", "first line", "a later line", "UTF-16", "UTF-32", "UTF-16 without its mark"],
