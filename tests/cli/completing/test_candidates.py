@@ -45,7 +45,7 @@ def test_every_option_of_every_command_is_offered() -> None:
 
 
 def test_methods_and_their_options() -> None:
-    assert list(ask("generate", "--method", "")) == [*methods(), "dense"]
+    assert list(ask("generate", "--method", "")) == [*methods(), "dense", "auto"]
     assert list(ask("build-index", "--method", "")) == [*indexers(), "all"]
     assert "--page-size" in ask("generate", "--")
     assert "--page-size" in ask("generate", "--method", "quest", "--")
