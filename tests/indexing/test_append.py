@@ -120,10 +120,10 @@ def test_a_method_of_an_earlier_revision_is_made_again_from_all_tokens(tmp_path:
     with pytest.MonkeyPatch.context() as earlier:
         earlier.setattr(CodesIndexer, "revision", 1)
         first = build_index(plan, tmp_path / "a.skv")
-    assert (first.methods["codes"].revision, CodesIndexer.revision) == (1, 3)
+    assert (first.methods["codes"].revision, CodesIndexer.revision) == (1, 4)
     assert online_methods(first) == frozenset()
     grown = _grow(tmp_path / "a.skv", plan.loaded, MORE[:100])
-    assert grown.methods["codes"].revision == 3
+    assert grown.methods["codes"].revision == 4
     assert online_methods(grown) == {"codes"}
 
 
