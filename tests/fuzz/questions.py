@@ -1,6 +1,7 @@
 """An index's answers held to plain transformers, and to themselves."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -95,7 +96,23 @@ class Checks:
     def rounding_decides_rows(self, rows: Rows) -> bool:
         """Whether the plain model's rows of the document change with embeddings that are apart by a millionth: it
         routes a token to one of two experts that are equally good."""
-        ids, embed = self.index.input_ids, self.world.model.get_input_embeddings()
+        ids = self.index.input_ids
+        for _, found in self.shaken(ids):
+            pairs = zip(_first(len(ids), rows).values(), _first(len(ids), found).values(), strict=True)
+            if any(error_of(a, b) > ROUNDING for before, after in pairs for a, b in zip(before, after, strict=True)):
+                return True
+        return False
+
+    def moved(self, fed: torch.Tensor) -> float:
+        """How far the plain model's logits of tokens [T] after the document move with embeddings that are apart by a
+        millionth. In a loud model this is more than ROUNDING, and its float32 logits are as far from float64."""
+        ids = torch.cat([self.index.input_ids, fed])
+        logits = plain(self.world, ids)[0][-len(fed) :]
+        return max(error_of(found[-len(fed) :], logits) for found, _ in self.shaken(ids))
+
+    def shaken(self, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, Rows]]:
+        """Yield the plain model's logits and rows with embeddings that are apart by a millionth, each time others."""
+        embed = self.world.model.get_input_embeddings()
         for seed in range(8):
             random = torch.Generator().manual_seed(seed)
 
@@ -106,13 +123,10 @@ class Checks:
 
             hook = embed.register_forward_hook(shaken)
             try:
-                found = plain(self.world, ids)[1]
+                found = plain(self.world, ids)
             finally:
                 hook.remove()
-            pairs = zip(_first(len(ids), rows).values(), _first(len(ids), found).values(), strict=True)
-            if any(error_of(a, b) > ROUNDING for before, after in pairs for a, b in zip(before, after, strict=True)):
-                return True
-        return False
+            yield found
 
     def rows_are(self, stored: Rows, expected: Rows) -> None:
         most = ROUNDING if self.case.kv_dtype is None else IN_8_BITS
@@ -134,7 +148,8 @@ class Checks:
         expect(not self.world.ends & {*answer[:-1]}, f"{kind} answer", f"goes on after its end: {answer}")
         found = stepped(self.index, asker, fed, question)
         apart = error_of(found[question - 1 :], steps)
-        expect(apart <= ROUNDING, f"{kind} logits", f"{apart:.2e} from plain transformers'")
+        right = apart <= ROUNDING or apart <= self.moved(fed)
+        expect(right, f"{kind} logits", f"{apart:.2e} from plain transformers'")
 
     def sparse(self, asked: torch.Tensor) -> None:
         """The case's own setting answers, with finite numbers, and the same twice."""
@@ -149,9 +164,8 @@ class Checks:
         expect_greedy(found[len(asked) - 1 :], first.ids, "sparse steps", "against the same steps by hand")
         if self.case.question_prefill in (None, "dense"):
             apart = error_of(found[len(asked) - 1], self.truth(asked)[-1])
-            expect(
-                apart <= ROUNDING, "first logits", f"{apart:.2e} from plain ones, after a question prefilled densely"
-            )
+            right = apart <= ROUNDING or apart <= self.moved(asked)
+            expect(right, "first logits", f"{apart:.2e} from plain ones, after a question prefilled densely")
 
 
 def _first(tokens: int, rows: Rows) -> Rows:
