@@ -217,7 +217,7 @@ def config_of(case: Case) -> Any:
 
 
 BIASES = ("attention_bias", "use_qkv_bias", "use_bias")
-"""What configs call the biases of projections to queries and keys; some families have them always, others never."""
+"""Options of configs for biases of projections to queries and keys; some families always have them, others never."""
 
 
 def make_loud(model: PreTrainedModel, case: Case) -> None:
