@@ -36,7 +36,7 @@ def generate(options: GenerateOptions) -> None:
     """
     refuse_little_room()
     ranks, artifact = join_ranks(options.device), open_artifact(options.index)
-    config, by_time = options.attention.config(artifact, gauge=options.gauge), options.attention.by_time
+    config, by_time = options.attention.config(artifact, gauge=options.gauge), options.by_time(ranks)
     early = None if ranks is not None or by_time else EarlyReading.of(artifact, options.device, config)
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.answering.answers import Questions, Schedule

@@ -25,6 +25,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.streams import outlive_reader
 from sparsekv.cli.distributed.join import refuse_with_ranks
+from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
@@ -224,6 +225,12 @@ class TimedAttentionOptions(AttentionOptions):
     def by_time(self) -> bool:
         """Whether the method is `auto`."""
         return self.method == AUTO
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the user set no option of the attention."""
+        given = (getattr(self, field.name) != field.default for field in fields(self) if field.name != "parameters")
+        return not any(given) and all(value is None for value in self.parameters.values())
 
     def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
         """Return the config for answers, as in the base class; with `auto`, that of the method to compare with dense
@@ -470,6 +477,12 @@ class GenerateOptions:
     def with_stats(self) -> bool:
         """Whether to print times and the share of keys and values read."""
         return self.stats or self.gauge
+
+    def by_time(self, ranks: "Ranks | None") -> bool:
+        """Whether the faster of dense attention and the default method answers: with `--method auto`, and by default
+        for the questions of `--batch-file` on a GPU, in one process."""
+        by_default = self.batch_file is not None and self.attention.is_default and not self.gauge and ranks is None
+        return self.attention.by_time or (by_default and choose_device(self.device).type == "cuda")
 
     def questions_at_once(self, config: DecodeConfig, ranks: "Ranks | None") -> int | None:
         """Return `--batch-size`: how many questions to answer at once. None means auto, as many as fit. With several

@@ -89,7 +89,9 @@ class Command:
         return list(map(str, ["eval", text, "--model", self.model, "--task", self.task, *drawn, *ways, *scaled, *kept]))
 
 
-def commands(models: Sequence[str], lengths: Sequence[int], groups: int, dtype: str) -> Iterator[Command]:
+def commands(
+    models: Sequence[str], lengths: Sequence[int], tasks: Sequence[str], groups: int, dtype: str
+) -> Iterator[Command]:
     """Yield the commands of each model and length, shortest lengths first, so that stopped runs end with whole tables.
 
     A length that takes more than FURTHEST times a model's positions is left out.
@@ -99,7 +101,7 @@ def commands(models: Sequence[str], lengths: Sequence[int], groups: int, dtype: 
         factor = math.ceil((length + ROOM) / (positions[model] or math.inf))
         if factor <= FURTHEST:
             scaling = f"yarn:{factor}" if factor > 1 else None
-            each = product(range(groups), TASKS)
+            each = product(range(groups), tasks)
             yield from (Command(model, length, seed, task, scaling, dtype) for seed, task in each)
 
 
@@ -305,6 +307,7 @@ def parsed() -> argparse.Namespace:
     measure.add_argument("text", type=Path, help="a long text, from which contexts are drawn")
     measure.add_argument("--model", action="append", required=True, help="as in `sparsekv eval`; repeatable")
     measure.add_argument("--length", action="append", type=int, help=f"repeatable; by default {LENGTHS}")
+    measure.add_argument("--task", action="append", choices=TASKS, help="repeatable; by default all")
     measure.add_argument(
         "--groups", type=int, default=GROUPS, help="commands of a model, length and task, each with a seed"
     )
@@ -323,7 +326,7 @@ def main() -> None:
     if given.part == "page":
         print(page(given.folder, given.note))
         return
-    wanted = list(commands(given.model, given.length or LENGTHS, given.groups, given.dtype))
+    wanted = list(commands(given.model, given.length or LENGTHS, given.task or TASKS, given.groups, given.dtype))
     if given.print:
         for one in wanted:
             print(one.line(given.text))

@@ -3,12 +3,15 @@
 The first kernel computes partial softmaxes over shares of the shared rows. The second kernel computes partial softmaxes
 over each token's own rows. The third kernel merges all partial softmaxes. A program holds the queries of as many tokens
 as fit on an SM, so that tensor cores multiply all of them with each row. Logits are in units of log 2.
+
+For many queries and exact rows, FlashAttention-3 computes the partial softmax over the exact rows, if it is installed.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.attention import flash_attention as flash
 from sparsekv.kernels.attention import running_softmax_triton as softmax
 from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common import tiles_triton as common
@@ -96,6 +99,7 @@ TILE_BYTES, WARPS, PROGRAMS_PER_SM = 16_384, 4, 2
 # iterations ahead.
 STAGES, ROW_STAGES = 3, 5
 OWN_TILE, MERGED_COLUMNS = 32, 128
+FEWEST_OF_SHARE = 256  # fewest rows of a program beside FlashAttention-3, which leaves few rows to this kernel
 
 
 # These sizes grow as a model decodes, and must not make Triton recompile.
@@ -191,14 +195,18 @@ def _shared_kernel(
     softmax.store_partial(peaks, totals, outputs, part, parts + 1, head, r, R, d, peak, total, output, D)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "parts", "beside_token", "beside_head"])
 def _own_kernel(
-    query, keys, values, slots, starts, ends, peaks, totals, outputs,
-    R, q_head, q_group, q_token, slot_stride, head_stride, parts, softmax_scale, softcap,
-    CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, EARLY: tl.constexpr,
+    query, keys, values, slots, starts, ends, beside, beside_logsumexp, peaks, totals, outputs,
+    R, q_head, q_group, q_token, slot_stride, head_stride, beside_head, beside_token, parts, softmax_scale, softcap,
+    BESIDE: tl.constexpr, CAPPED: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the partial softmax of one token's queries over its own sequence's rows; write it as the last part."""
+    """Compute the partial softmax of one token's queries over its own sequence's rows; write it as the last part.
+
+    With BESIDE, the softmax over other rows is merged into this part. Its outputs are `beside` and its log-sum-exps
+    [H, G, B] are `beside_logsumexp`.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -223,10 +231,19 @@ def _own_kernel(
         )
         peak, total, output = softmax.add_tile(peak, total, output, logits, v)
     r = tl.where(g < G, token * G + g, R)
-    # The previous kernel is `_shared_kernel`, and all inputs above were written before it started. The wait is needed
-    # because the merging kernel waits only for this kernel, and must run after both.
+    # All inputs above were written before the previous kernel started, which is `_shared_kernel` or FlashAttention-3.
+    # The wait is needed for the results of the latter, and because the merging kernel waits only for this kernel.
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    if BESIDE:
+        of_beside = beside + head * beside_head + token * beside_token + g[:, None] * D + d
+        other = tl.load(of_beside, mask=(g < G)[:, None] & in_row, other=0.0).to(tl.float32)
+        log_total = beside_logsumexp + (head * G + g) * tl.num_programs(0) + token
+        other_peak = tl.load(log_total, mask=g < G, other=0.0) * LOG2_E
+        highest = tl.maximum(peak, other_peak)
+        shrink, weight = tl.exp2(peak - highest), tl.exp2(other_peak - highest)
+        peak, total = highest, total * shrink + weight
+        output = output * shrink[:, None] + other * weight[:, None]
     softmax.store_partial(peaks, totals, outputs, parts - 1, parts, head, r, R, d, peak, total, output, D)
 
 
@@ -241,6 +258,10 @@ def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, soft
     assert all(have_equal_strides(*pair) for pair in ((runs.keys, runs.values), exact, (own.keys, own.values)))
     (H, G, B, D), device, early = query.shape, query.device, dependent_launch(query.device)
     query, none = unit_stride(query), query.new_empty(H, 0, D)
+    beside = query, query  # never read
+    if by_flash := flash.takes_rows(query, exact[0], softcap):
+        beside = flash.partial_attention(query, exact[0], exact[1], softmax_scale, softcap)
+        exact = none, none
     R, E, BLOCK_D = B * G, exact[0].shape[1], softmax.block_of(runs)
     stands = centroids[0] if centroids else Centroids(none, none, none[..., 0])
     centres, stood = side_by_side(stands.keys), side_by_side(stands.values)
@@ -248,28 +269,32 @@ def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, soft
     rows_of_tile = max(16, min(MOST_ROWS, QUERY_NUMBERS // BLOCK_D, power_of_two(R)))
     blocks = triton.cdiv(R, rows_of_tile)
     rows = C + E + runs.capacity
-    parts = 1 + num_splits(H * blocks, rows, PROGRAMS_PER_SM * count_sms(device), grain=10)
+    shares = num_splits(H * blocks, rows, PROGRAMS_PER_SM * count_sms(device), grain=10)
+    if by_flash:
+        shares = min(shares, triton.cdiv(rows, FEWEST_OF_SHARE))
+    parts = shares + 1
     keys, stored, scales = softmax.in_words(runs)
     peaks, totals = torch.empty(2, H, parts, R, device=device)
     outputs = torch.empty(H, parts, R, D, device=device)
     merged = torch.empty(B, H, G, D, dtype=query.dtype, device=device).permute(1, 2, 0, 3)
     tile, strides = tile_rows(D, query.dtype, TILE_BYTES), query.stride()[:3]
     same = {"CAPPED": softcap is not None, "G": G, "D": D, "BLOCK_D": BLOCK_D, **early}
-    _shared_kernel[(parts - 1, H, blocks)](
-        query, keys, stored, scales.rows, scales.channels, scales.offsets, scales.units,
-        runs.starts, query if runs.used is None else runs.used, *exact,
-        centres, stands.log_counts, stood, peaks, totals, outputs,
-        R, *strides, *keys.stride()[:2], scales.rows.stride(0), runs.starts.stride(0), runs.capacity,
-        E, exact[0].stride(0),
-        C, stands.log_counts.stride(0), centres.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
-        ROWS_USED=runs.used is not None, SCALED=runs.scales is not None,
-        ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, ROW_STAGES=ROW_STAGES,
-        num_warps=WARPS, **same,
-    )  # fmt: skip
+    if shares > 0:
+        _shared_kernel[(shares, H, blocks)](
+            query, keys, stored, scales.rows, scales.channels, scales.offsets, scales.units,
+            runs.starts, query if runs.used is None else runs.used, *exact,
+            centres, stands.log_counts, stood, peaks, totals, outputs,
+            R, *strides, *keys.stride()[:2], scales.rows.stride(0), runs.starts.stride(0), runs.capacity,
+            E, exact[0].stride(0),
+            C, stands.log_counts.stride(0), centres.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
+            ROWS_USED=runs.used is not None, SCALED=runs.scales is not None,
+            ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, ROW_STAGES=ROW_STAGES,
+            num_warps=WARPS, **same,
+        )  # fmt: skip
     _own_kernel[(B, H)](
-        query, own.keys, own.values, own.slots, own.first, own.used, peaks, totals, outputs,
-        R, *strides, *own.keys.stride()[:2], parts, softmax_scale, softcap or 0.0,
-        GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
+        query, own.keys, own.values, own.slots, own.first, own.used, *beside, peaks, totals, outputs,
+        R, *strides, *own.keys.stride()[:2], *beside[0].stride()[:2], parts, softmax_scale, softcap or 0.0,
+        BESIDE=by_flash, GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
     )  # fmt: skip
     softmax.merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)
     return merged

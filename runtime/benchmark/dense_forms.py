@@ -3,14 +3,12 @@
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsekv.kernels.attention.flash_attention import flash_attention_3
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.cache.buffers import Run
 
@@ -19,9 +17,6 @@ CUDA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-
-FLASH_ATTENTION_3 = ("flash_attn_interface", "fa3_fwd_interface")
-"""Modules of FlashAttention-3's forward pass: of its own repository, and of the package fa3-fwd on PyPI."""
 
 DenseForm = Callable[[torch.Tensor], torch.Tensor]
 """Function from queries [batch Hq, Q, D] to the attention output of the same shape, over one layer's keys and values,
@@ -51,8 +46,8 @@ def dense_forms(data: LayerData) -> Iterator[tuple[str, DenseForm]]:
 
 
 def _flash_attention_3(data: LayerData) -> DenseForm | None:
-    """Return FlashAttention-3's decode attention, or None if none of FLASH_ATTENTION_3 can be imported."""
-    library: Any = next(filter(None, map(_imported, FLASH_ATTENTION_3)), None)
+    """Return FlashAttention-3's decode attention, or None if no package of it can be imported."""
+    library = flash_attention_3()
     if library is None:
         return None
     keys, values = (rows.unflatten(0, (data.batch, -1)).transpose(1, 2) for rows in (data.keys, data.values))
@@ -64,13 +59,6 @@ def _flash_attention_3(data: LayerData) -> DenseForm | None:
         return output.transpose(1, 2).reshape(query.shape)
 
     return attend
-
-
-def _imported(name: str) -> ModuleType | None:
-    try:
-        return import_module(name)
-    except (ImportError, OSError):  # a package of another version of torch cannot load its library
-        return None
 
 
 def _attention(data: LayerData, *, folded: bool) -> DenseForm:
