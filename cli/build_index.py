@@ -178,7 +178,7 @@ class BuildOptions:
 
         Raises:
             UsageError: a method, prefill, encoding, file order, dtype or precision of weights does not exist, or a
-                parameter is not valid or is read by no method or prefill.
+                parameter is not valid or is read by no chosen method or prefill.
         """
         chosen = {name: indexers()[name] for name in choose_indexers(self.method or [])}
         way = choose_prefill(self.prefill)
@@ -257,16 +257,17 @@ def build_index(options: BuildOptions) -> None:
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
     together with those named here. Without --force, the command fails if the folder holds an index for another model,
     of another document, or with appended text that DOC lacks, and if a sparse prefill would replace a dense one. An
-    index is of another document if DOC has less than a third of the index's passages and is not the beginning of its
-    text. If DOC is itself an index, methods are added to it from its own tokens, even if its text is gone or text was
-    appended.
+    index is of another document if DOC has less than a third of the index's passages and is not the beginning of the
+    index's text. If DOC is itself an index, methods are added to it from its own tokens, even if its text is gone or
+    text was appended.
 
     A folder is one document: its files, ordered by path (--order), each under a line with its path. Text of PDF, DOCX
     and HTML files is extracted. Hidden files, links, files that a .gitignore names and files without text are left out
     and counted.
 
-    Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is
-    reported at the end, with exit code 1, and the others are built all the same. With --as-one they are one document.
+    Of several documents each has an index of its own, and the model is loaded once. A document that cannot be indexed
+    is reported at the end, with exit code 1, and the other indices are built all the same. With --as-one all DOC are
+    one document.
 
     \b
     sparsekv build-index manual.txt

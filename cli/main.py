@@ -1,7 +1,7 @@
 """The command line's entry point: every failure becomes one line on stderr and an exit code.
 
-Modules that take long to import are imported while `run` handles Ctrl-C, which would otherwise print a traceback. This
-is also after `hand_over`, because a process whose command a server runs needs none of these modules.
+Modules that take long to import are imported while `run` handles Ctrl-C, which would otherwise print a traceback. They
+are not imported before `hand_over`, because a process whose command a server runs needs none of them.
 """
 
 import atexit

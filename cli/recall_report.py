@@ -204,8 +204,8 @@ def recall_report(options: ReportOptions) -> None:
     By default several variants of a method are measured, such as with and without re-ranking. If you give options of a
     method, such as --rerank 4, only the variant with these options is measured.
 
-    With --together, queries share a choice, whose tokens are read once for all of them. selected_tokens and kv_fraction
-    count what the queries read together.
+    With --together, each of several queries attends to the tokens that any of them selects, and these tokens are read
+    once. selected_tokens and kv_fraction count what the queries read together.
 
     \b
     sparsekv recall-report --index manual.skv

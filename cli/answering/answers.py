@@ -149,12 +149,12 @@ def _fitting(session: Session, answer_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which questions are answered: one after another, or several at once.
+    """Answers questions, one after another or several at once, and yields the answers in the questions' order.
 
     Args:
         questions: token ids [Q] of each question; None for a blank line.
-        engine: decodes the questions, several at once or one after another.
-        ranks: the processes that share the model. All of them answer the same questions.
+        engine: decodes the answers; its slots are the number of questions that it answers at once.
+        ranks: the processes that share the model. All of them answer the same questions. None for a single process.
         sources: maximum number of sources of an answer.
     """
 

@@ -192,8 +192,9 @@ class AttentionOptions:
         return config
 
     def _scheduled(self, schedule: str) -> tuple[str, dict[str, Any]]:
-        """Split `--schedule` into a budget and the methods' parameters with `step`, the number of decode steps per
-        selection.
+        """Return the budget of `--schedule`, and the methods' parameters, in which `step` is that of `--schedule`.
+
+        `step` is the number of decode steps per selection.
 
         Raises:
             UsageError: --budget or --step is given too, or the text is not BUDGET-step-STEPS.

@@ -104,7 +104,7 @@ class PaceMeter:
         return f"about {takes} of prefill here" if kept else f"roughly {takes} of prefill here, judged by one layer"
 
     def show(self, done: int, of: int) -> None:
-        """Record that `done` of `of` tokens are prefilled.
+        """Record that `done` of `of` tokens are prefilled; on a GPU, only the first and the last call count.
 
         After the last token the pace is stored in the user's cache, if at least `LEAST_TOKENS` tokens were prefilled.
         """

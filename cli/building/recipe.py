@@ -382,10 +382,11 @@ class BuildRecipe:
             note(detected, quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
-        """Return the chat template's text before the document in the existing index, if it is to be kept, and note it.
+        """Return the head of the existing index (the template's text before the document) if a build must keep it.
 
-        It is kept if the same tokenizer's template now gives another text, such as another date. With a new text before
-        it, the whole document would be prefilled again. Returns None otherwise, and with --raw or --force.
+        The head is kept, with a note, if the template of the same tokenizer now gives another head, such as one with
+        another date. With a new head, the whole document would be prefilled again. Returns None otherwise, and with
+        --raw or --force.
         """
         if before is None or before.prompt.chat is None or self.raw or self.config.force:
             return None

@@ -32,8 +32,8 @@ def described_usage(
 ) -> str:
     """Return the error message for a command line that typer refuses.
 
-    For known mistakes it is a message of its own, with the right command line where that can be derived. Otherwise it
-    is typer's message, mostly followed by similar options or by the command for help.
+    For a known mistake, the message explains the mistake, with the right command line where this can be derived.
+    Otherwise typer's message is returned, mostly followed by similar options or by the command for help.
 
     Args:
         message: typer's message.

@@ -23,7 +23,7 @@ FEW = 32
 
 
 def note_small_budgets(budgets: "Iterable[Budget]", *, quiet: bool) -> None:
-    """Print a note for each budget of fewer than FEW tokens, because the user may have meant percent."""
+    """Print a note for each budget that is a number below FEW of tokens, because the user may have meant percent."""
     for budget in budgets:
         if not budget.is_share and budget.value < FEW:
             tokens = "one token" if budget.value == 1 else f"{budget.value} tokens"

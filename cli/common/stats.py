@@ -37,7 +37,7 @@ def stored_dtype(manifest: Manifest) -> str:
 
 
 TOLD_FRACTION = 0.1
-"""KV fraction for which `windows_line` states the share of what all layers read."""
+"""KV fraction of the layers without a window for which `windows_line` states the KV fraction of all layers."""
 
 
 def windows_line(manifest: Manifest) -> str | None:
