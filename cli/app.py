@@ -1,4 +1,4 @@
-"""The `sparsekv` command group; each subcommand's module is imported only when that command is called."""
+"""The `sparsekv` command group. The module of a subcommand is imported when the subcommand is looked up."""
 
 import importlib
 from typing import Annotated, Any
@@ -15,8 +15,7 @@ from sparsekv.formats.errors import UsageError
 
 
 class _LazyGroup(TyperGroup):
-    """The group of commands. A command's module is imported when the command is called, so that --help needs no
-    torch."""
+    """The group of commands. `get_command` imports a command's module, so `sparsekv --help` does not wait for torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -48,8 +47,8 @@ class _LazyGroup(TyperGroup):
 
 
 def _refuse_unknown(name: str) -> None:
-    """Raise UsageError for a name that is no command. A name that begins with a dash may be an option and is
-    ignored."""
+    """Raise UsageError for a name that is no command. Nothing is raised for a name that begins with a dash, because
+    it may be an option."""
     if not name.startswith("-"):
         from sparsekv.formats.errors import suggestion
 
@@ -88,8 +87,8 @@ def main(
     sparsekv generate --index manual.skv "How is it installed?"
     sparsekv recall-report --index manual.skv
 
-    `sparsekv COMMAND --help` has each command's options and examples. Without --model a small embedded model is used,
-    which is for trying things out. In the repository docs/newcomers.md says where to begin.
+    `sparsekv COMMAND --help` has each command's options and examples. Without --model, indices are built with a small
+    embedded model, which is for trying things out. In the repository docs/newcomers.md says where to begin.
 
     Results go to stdout, notes and errors to stderr. When the reader of stdout closes the pipe (`| head -1`), the
     command ends silently and the shell reports 141; `generate --save-to` saves all the same.

@@ -55,8 +55,8 @@ def append(
     place until the longer index is complete, and an interrupted run continues where it stopped when the same command
     runs again. A text that was appended before (same sha256) is not appended again, so repeating a command is safe.
     Squeezed and h2o cannot append tokens to what they have built, nor can a method that an earlier version of sparsekv
-    built in another way, nor any method if the model's RoPE depends on the prompt's length. If the index has a method
-    that cannot, the command stops before any work unless --rebuild is given.
+    built in another way, nor any method if the model's RoPE depends on the prompt's length. If the index has such a
+    method, the command stops before any work unless --rebuild is given.
 
     \b
     sparsekv append --index manual.skv chapter2.txt

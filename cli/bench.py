@@ -75,7 +75,8 @@ class BenchOptions:
         Path | None,
         typer.Option(
             metavar="FILE.png",
-            help="Plot speed-up against context, with --shared against questions, and time against bytes.",
+            help="Plot speed-up against context length (with --shared, against the number of questions), and time "
+            "against bytes read.",
         ),
     ] = None
     run: RunOptions
@@ -97,17 +98,18 @@ def bench(options: BenchOptions) -> None:
 
     \b
     speed-up  Time of the fastest dense attention of other libraries in the same
-              run, divided by the method's time. They are torch and, where it is
+              run, divided by the method's time. The libraries are torch and, if
               installed, FlashAttention-3 (on a Hopper GPU: fa3-fwd of PyPI).
     kv fraction
-              What the method reads of the document's keys and values, its
-              index included, as a share of all of them.
+              Key, value and index rows that the method reads, as a share of
+              the document's key and value rows.
     MB        What a step must read: the selected tokens, sinks, tail, index.
     of floor  The time in which a memory copy moves that much, as a share of
               the step's time.
     error     Relative error of the output against dense attention.
-    timed     graph: the step is replayed as a CUDA graph. eager: it cannot
-              be, as the method waits for the GPU. wall clock: on a CPU.
+    timed     graph: the step is replayed as a CUDA graph. eager: the step
+              cannot be captured, because the method waits for the GPU.
+              wall clock: on a CPU.
 
     With --shared a step is of --batch questions over one document, as in `generate --batch-file`: each question attends
     to the tokens that any of them selects. Dense attention, too, reads the document once for all questions.
@@ -143,8 +145,8 @@ def _timer(options: BenchOptions, where: torch.device) -> Timer:
     """Make the timer that the options describe.
 
     Raises:
-        UsageError: a value of an option is not valid, a method does not exist, or nothing chosen reads an option; or an
-            error of `open_artifact`.
+        UsageError: a value of an option is not valid, a method does not exist, or no chosen method reads an option.
+        SparsekvError: an error of `open_artifact`.
     """
     parameters, budgets = options.parameters, Budget.parse_each(options.steps.budget or DEFAULT_BUDGETS)
     check_dtype(options.run.dtype)

@@ -52,8 +52,8 @@ class BenchModelOptions:
         list[str] | None,
         typer.Option(
             metavar="auto|int8|int4",
-            help="What the weights of linear layers are rounded to: auto (nothing), int8 or int4; repeatable. "
-            "Default: auto.",
+            help="Precision to which the weights of linear layers are rounded: auto (not rounded), int8 or int4; "
+            "repeatable. Default: auto.",
             autocompletion=lambda: ["auto", "int8", "int4"],
         ),
     ] = None
@@ -94,11 +94,11 @@ def bench_model(options: BenchModelOptions) -> None:
     Each step is fed with the tokens of the step before. The steps run with the fastest dense attention of other
     libraries, with sparsekv's dense attention, without attention, and with each --method at each budget. The other
     libraries are torch and, where it is installed, FlashAttention-3. To fit into memory, the model's layers take turns
-    with the keys and values of a few layers. With several --weights all of these steps run with each: speed-ups are
+    with the keys and values of a few layers. All of these steps run once for each of several --weights; speed-ups are
     over dense attention with the same weights.
 
-    With --shared a step is of --batch questions over one document, as in `generate --batch-file`. Queries of all
-    questions get a part in common, as a trained model's have.
+    With --shared a step is of --batch questions over one document, as in `generate --batch-file`. The synthetic queries
+    of all questions have a part in common, as the queries of a trained model have.
 
     \b
     sparsekv bench-model

@@ -135,8 +135,8 @@ class BuildOptions:
             help=(
                 "For a model some of whose layers keep a state instead of attending: also store these states "
                 "after every N blocks of 256 tokens. A changed DOC is then prefilled only from the last stored "
-                "state before its first change. Default: as in the existing index; without one, none, and a "
-                "changed DOC is prefilled as a whole."
+                "state before its first change. Default: as in the existing index. If there is no index, none of "
+                "these states are stored, and a changed DOC is prefilled as a whole."
             ),
         ),
     ] = None
@@ -178,7 +178,7 @@ class BuildOptions:
 
         Raises:
             UsageError: a method, prefill, encoding, file order, dtype or precision of weights does not exist, or a
-                parameter is not valid or is read by no method or prefill.
+                parameter is not valid or is read by no chosen method or prefill.
         """
         chosen = {name: indexers()[name] for name in choose_indexers(self.method or [])}
         way = choose_prefill(self.prefill)
@@ -214,9 +214,10 @@ class BuildOptions:
         )
 
     def check_files(self) -> None:
-        """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order without several files.
+        """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order if no document is a folder.
 
-        A document can have several files if it is a folder, or with --as-one. The names of --from-file may be folders.
+        With --as-one or --from-file these three options are allowed, because files are joined or listed names may be
+        folders.
         """
         folders = self.as_one or self.from_file is not None or any(map(os.path.isdir, self.documents or ()))
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
@@ -254,17 +255,19 @@ def build_index(options: BuildOptions) -> None:
 
     An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
-    together with those named here. An index of another document (DOC has less than a third of its passages, and is not
-    its beginning) or for another model is left alone unless --force is given. So is a densely prefilled index, if this
-    build's prefill is sparse. If DOC is itself an index, methods are added to it from its own tokens, even if its text
-    is gone or text was appended.
+    together with those named here. Without --force, the command fails if the folder holds an index for another model,
+    of another document, or with appended text that DOC lacks, and if a sparse prefill would replace a dense one. An
+    index is of another document if DOC has less than a third of the index's passages and is not the beginning of the
+    index's text. If DOC is itself an index, methods are added to it from its own tokens, even if its text is gone or
+    text was appended.
 
     A folder is one document: its files, ordered by path (--order), each under a line with its path. Text of PDF, DOCX
     and HTML files is extracted. Hidden files, links, files that a .gitignore names and files without text are left out
     and counted.
 
-    Of several documents each has an index of its own, and the model is loaded once. One that cannot be indexed is
-    reported at the end, with exit code 1, and the others are built all the same. With --as-one they are one document.
+    Of several documents each has an index of its own, and the model is loaded once. A document that cannot be indexed
+    is reported at the end, with exit code 1, and the other indices are built all the same. With --as-one all DOC are
+    one document.
 
     \b
     sparsekv build-index manual.txt

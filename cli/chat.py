@@ -53,7 +53,7 @@ class ChatOptions:
 @app.command(cls=Command)
 @with_options(ChatOptions, methods())
 def chat(options: ChatOptions) -> None:
-    """Ask one question after another over an index; each sees the document and the talk before it.
+    """Ask one question after another over an index; each question follows the document and the talk so far.
 
     Model and index are loaded once. At a terminal, lines that begin with / are commands (/help lists them), pasted
     lines are one question, Ctrl-C stops an answer and Ctrl-D leaves. Where standard input is no terminal, each of its

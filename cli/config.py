@@ -30,8 +30,8 @@ def config(ctx: typer.Context, as_json: JsonOption = False) -> None:
 
     A value is taken from the first of these that has one: the command line, the environment (SPARSEKV_INDEX,
     SPARSEKV_MODEL, SPARSEKV_DEVICE, SPARSEKV_DTYPE), the file, what `tune` found, the built-in defaults. The file
-    cannot set options that name other files or decide what is replaced, an index outside of its folder, or a model that
-    you have never named with --model on this machine.
+    cannot set options that name other files, nor options that must be given with each call, such as --force, --ray and
+    --host. The index must be inside the file's folder, and the model one that you have named with --model before.
 
     \b
     sparsekv config

@@ -34,11 +34,11 @@ def convert(
 ) -> None:
     """Copy INDEX with keys and values in int8, which takes less room, and print the copy's path.
 
-    The prompt, its queries and the probe are taken over, keys and values are rounded, and every method is built anew
-    from the rounded keys and values, with its old parameters. Keys, values and methods are those of build-index
-    --kv-dtype int8. No model is loaded, so the probe stays that of the exact keys and values. The copy
-    has the text that was appended to INDEX, too, but methods are built as if all of the text had been there at once. A
-    default that tune found for INDEX is not kept.
+    The prompt, its queries and the probe (the logits that a model must give over the index) are copied. Keys and values
+    are rounded, and every method is built anew from the rounded keys and values, with its old parameters. Keys, values
+    and methods are those of build-index --kv-dtype int8. No model is loaded, so the probe stays that of the exact keys
+    and values. The copy has the text that was appended to INDEX, too, but methods are built as if all of the text had
+    been there at once. A default that tune found for INDEX is not kept.
 
     \b
     sparsekv convert manual.skv --kv-dtype int8 -o manual-int8.skv

@@ -78,7 +78,10 @@ def evaluate_methods(options: EvalOptions) -> None:
 def _write_files(
     options: EvalOptions, found: list[Score], places: list[Cell], mapped: list[Cell], about: dict[str, Any]
 ) -> None:
-    """Write the plot and the HTML page that the options name. The plot shows the `mapped` cells by length and depth."""
+    """Write the plot and the HTML page that the options name.
+
+    Both show the scores `found`. The plot also shows the `mapped` cells by length and depth, and the page all `places`.
+    """
     if options.plot is not None:
         from sparsekv.cli.evaluating.plots import plot_scores
 

@@ -20,12 +20,12 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command(cls=Command)
 @with_options(GenerateOptions, methods())
 def generate(options: GenerateOptions) -> None:
-    """Answer a question over an index; the answer streams to stdout.
+    """Answer a question over an index; the answer streams to stdout unless --json is given.
 
-    Only the question is prefilled. With --sources the passages that the answer attended to follow on stderr.
-    With --batch-file several questions are answered at once, line breaks in an answer
-    become spaces unless --json is given, and a blank line gets a blank answer. An index made by --save-to can be asked
-    the next question; methods that cannot append tokens are rebuilt for it.
+    Only the question is prefilled. With --sources the passages that the answer attended to most follow on stderr.
+    With --batch-file every line is a question, and --batch-size questions are answered at once. Each answer is then
+    printed as one line: line breaks become spaces unless --json is given, and a blank line gets a blank answer. An
+    index made by --save-to can be asked the next question; methods that cannot append tokens are rebuilt for it.
 
     \b
     sparsekv generate --index manual.skv "How is it installed?"

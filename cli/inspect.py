@@ -90,9 +90,11 @@ def inspect(
     For posting lists (csattention) it shows the share of keys that are in at least one list (keys listed), the share of
     the lists that a key is in (in lists, the median), and how much of the keys' ranking each subspace decides.
 
-    Clusters and lists are those of all layers together; --by layer has a row for each layer, as --json always has.
+    Sizes, spreads and shares are summarised over all layers; --by layer has a row for each layer, as --json always has.
+    Blocks and single clusters are those of --layer.
 
-    --plot draws the first method that has clusters or posting lists. docs/reference/measures.md explains the words.
+    --plot draws the first of the shown methods that has clusters or posting lists. docs/reference/measures.md explains
+    the words.
 
     \b
     sparsekv inspect --index manual.skv
@@ -177,8 +179,11 @@ def _describe(artifact: Artifact, names: list[str], biggest: int, *, quiet: bool
 
 
 def _tokenizer(artifact: Artifact, model: str | None, *, quiet: bool) -> "PreTrainedTokenizerBase | None":
-    """Return the index's tokenizer. None, with a note, if it is not on this machine, not trusted, or does not fit
-    the index."""
+    """Return the tokenizer of `model`, or of the index's model if `model` is None.
+
+    Returns None and prints a note if the tokenizer is not on this machine or does not fit the index, or if the user has
+    never named the index's model.
+    """
     try:
         name = named_by_index(artifact.manifest.model.id, partial(note, quiet=quiet)) if model is None else model
         tokenizer = load_tokenizer(name)
@@ -267,7 +272,12 @@ def _cluster(cluster: Cluster, layer: int, words: list[str]) -> dict[str, Any]:
 
 
 def _plot(artifact: Artifact, described: dict[str, Described], path: Path) -> None:
-    """Plot the first method that has clusters or posting lists. Raises UsageError if there is none."""
+    """Plot the first method that has clusters or posting lists.
+
+    Raises:
+        UsageError: no method has clusters or posting lists.
+        SparsekvError: the picture cannot be written.
+    """
     from sparsekv.cli.common.plots import plot_clusters, plot_lists  # the module imports matplotlib
 
     for name, found in described.items():

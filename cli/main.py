@@ -1,7 +1,7 @@
 """The command line's entry point: every failure becomes one line on stderr and an exit code.
 
-Other modules are imported only inside `run`, after it handles Ctrl-C. Before that, Ctrl-C prints Python's traceback.
-Modules that take long are imported after `hand_over`, because a process whose command a server runs needs none of them.
+Modules that take long to import are imported while `run` handles Ctrl-C, which would otherwise print a traceback. They
+are not imported before `hand_over`, because a process whose command a server runs needs none of them.
 """
 
 import atexit
@@ -60,8 +60,11 @@ def _serve() -> None:
 
 
 def _speak_utf8() -> None:
-    """Restart in Python's UTF-8 mode if file names and arguments are not in UTF-8, as in the C locale with
-    PYTHONUTF8=0. Otherwise non-ASCII letters in a question or a file name would look like damaged text."""
+    """Restart in Python's UTF-8 mode if Python reads file names and arguments in another encoding than UTF-8.
+
+    This is so in the C locale with PYTHONUTF8=0. Without the restart, non-ASCII letters in a question or a file name
+    would look like damaged text.
+    """
     if sys.getfilesystemencoding() != "utf-8" and sys.executable:
         os.environ["PYTHONUTF8"] = "1"  # also for processes that this process starts
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
@@ -120,7 +123,7 @@ def _complete() -> None:
 
 
 def _fail_as_rank(error: BaseException, *, debug: bool) -> None:
-    """End with an error if this process is one of several ranks that share a model; otherwise return."""
+    """End this process with the error if it is a rank of a distributed command; otherwise do nothing."""
     from sparsekv.formats.distributed.process import own_place
 
     place = own_place()

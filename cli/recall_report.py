@@ -126,7 +126,8 @@ class ReportOptions:
     parameters: dict[str, Any]
 
     def check(self) -> None:
-        """Raise UsageError for options that exclude each other or need another one, and for unwritable files."""
+        """Raise UsageError for options that exclude each other or need --queries, for a --within that is not a share,
+        and for names of files that cannot be written."""
         if self.queries is None:
             self._refuse_options_of_queries()
         if not 0 < self.within <= 1:
@@ -179,13 +180,13 @@ def recall_report(options: ReportOptions) -> None:
     attention_mass    Share of the attention on the document that falls on
                       the selected tokens.
     output_error      Relative error of the attention output.
-    kv_fraction       What the method reads of the document's keys and
-                      values, its index included, as a share of all of them.
+    kv_fraction       Key, value and index rows that the method reads, as a
+                      share of the document's key and value rows.
     missed_mass       Share of all attention, sinks and tail included, that
                       falls on tokens that were not selected.
-    missed_estimate   What a decode step can estimate of missed_mass without
-                      reading those tokens. Blank for methods that have no
-                      estimate.
+    missed_estimate   Estimate of missed_mass that a decode step can make
+                      without reading the tokens that were not selected.
+                      Blank for methods that have no estimate.
     recall_seen       Recall on the last of the document's queries from which
                       the index was built. Blank for indices not built from
                       queries.
@@ -203,8 +204,8 @@ def recall_report(options: ReportOptions) -> None:
     By default several variants of a method are measured, such as with and without re-ranking. If you give options of a
     method, such as --rerank 4, only the variant with these options is measured.
 
-    With --together, queries share a choice, whose tokens are read once for all of them. selected_tokens and kv_fraction
-    count what the queries read together.
+    With --together, each of several queries attends to the tokens that any of them selects, and these tokens are read
+    once. selected_tokens and kv_fraction count what the queries read together.
 
     \b
     sparsekv recall-report --index manual.skv
@@ -240,8 +241,11 @@ def recall_report(options: ReportOptions) -> None:
 
 
 def _configured(names: list[str], parameters: dict[str, Any]) -> dict[str, tuple[str, Method]]:
-    """Return a label and the configured method for each method that has a parameter set by the user. Raises UsageError
-    for a parameter that no method has."""
+    """Return a label and the configured method for each method that has a parameter set by the user.
+
+    Raises:
+        UsageError: none of the named methods has a given parameter, or a value is not valid.
+    """
     chosen = {name: methods()[name] for name in names}
     refuse_unused(chosen, parameters)
     return {name: found for name, one in chosen.items() if (found := configured_form(one, parameters))}
@@ -251,7 +255,9 @@ def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) ->
     """Return the queries to measure on: the tail's queries, or the queries of the questions in --queries.
 
     Raises:
-        UsageError: the file cannot be read, or there are fewer queries than the largest number in `together`.
+        UsageError: the file cannot be read or has no question, or there are fewer queries than the largest number in
+            `together`.
+        SparsekvError: an error of `load_for` or `question_queries`.
     """
     queries = MeasuredQueries(artifact)
     if options.queries is not None:

@@ -24,7 +24,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command(cls=Command)
 def start(
     indices: Annotated[
-        list[Path] | None, typer.Argument(metavar="INDEX", help="Indices whose models are loaded now.")
+        list[Path] | None,
+        typer.Argument(metavar="INDEX", help="Indices to open now; their models are loaded too, except with a GPU."),
     ] = None,
     idle: Annotated[
         float, typer.Option(metavar="MINUTES", min=0.01, help="The server ends after this long without a command.")
@@ -36,10 +37,10 @@ def start(
 ) -> None:
     """Start a server in the background, so that later commands of this user begin at once.
 
-    The server has imported the libraries and, for the indices that are named, loaded the models. Each command runs in a
-    fork of the server, with the shell's own folder, environment and streams, and so prints and returns what it would
-    without a server. A command does not use the server if its environment, limits (ulimit) or installed packages
-    differ from the server's; --status names the difference.
+    The server has imported the libraries and opened the named indices. On a machine without a GPU it has also loaded
+    their models. Each command runs in a fork of the server, with the shell's own folder, environment and streams, and
+    so prints and returns what it would without a server. A command does not use the server if its environment, limits
+    (ulimit) or installed packages differ from the server's; --status names the difference.
 
     A running server is replaced once the indices have been opened. `start` is for the shell's commands;
     `sparsekv serve` is for programs that ask by HTTP. --status exits with 1 if there is no server, or
@@ -81,7 +82,7 @@ def start(
 
 
 def _refuse_unreadable(folders: list[Path]) -> None:
-    """Raise the errors of `open_artifact` for an index that a server could not load."""
+    """Raise the errors of `open_artifact` for an index that a new server could not open."""
     if folders:
         from sparsekv.cli.common.index_option import open_artifact  # the module imports torch, which takes seconds
 

@@ -135,7 +135,7 @@ def _traced(options: TraceOptions, traced: "TracedIndex", question: torch.Tensor
 
 
 def _show(options: TraceOptions, document: dict[str, Any]) -> None:
-    """Write the trace to --output and print it, as the options ask, and note its size."""
+    """Write the trace to the file of --output, print it with --json, and note its size."""
     size = None if options.output is None else write(document, options.output)
     printed = say_json(document) if options.as_json else None
     told = describe_size(document, printed if size is None else size)

@@ -90,7 +90,7 @@ class TuneOptions:
         typer.Option(
             metavar="|".join(CHEAPEST),
             help=(
-                "What to minimise: the keys and values that a step reads (rows), or a step's time, measured on "
+                "Cost to minimise: the keys and values that a step reads (rows), or a step's time, measured on "
                 "this machine over the index's middle layer (time)."
             ),
         ),
@@ -109,7 +109,10 @@ class TuneOptions:
         return [target for target in given if target is not None]
 
     def check(self) -> None:
-        """Raise UsageError for options that exclude each other, or that have no effect without another option."""
+        """Raise UsageError unless exactly one target is given, and for another --cheapest than those in CHEAPEST.
+
+        Also for options that exclude each other, and for options of the model without --target-perplexity.
+        """
         self.format.check()
         if len(self.targets) != 1:
             raise UsageError("give one target: --target-error 0.05, --target-recall 0.9 or --target-perplexity 1.02")
@@ -142,8 +145,8 @@ def tune(options: TuneOptions) -> None:
     The cheapest setting is the one that reads the fewest keys and values. With --cheapest time it is the fastest one on
     this machine: among each method's settings that meet the target and read least, the time of a step is measured.
     Neither way counts right answers, which `eval` does. Settings are searched on one half of the document's tail and
-    verified on the other; if the other half misses the target, the search is repeated with a stricter target. That
-    takes some 20 rounds, minutes on a CPU, as a line says when it starts; fewer --method take less. `generate` uses the
+    verified on the other half. If a setting misses the target there, the search is repeated with a stricter target. The
+    search takes some 20 rounds, which are minutes on a CPU, and less time with fewer --method. `generate` uses the
     default when it is given no --method, --budget, --residual or option of a method. --model, --dtype and --weights are
     for --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
 
@@ -192,10 +195,10 @@ class Search:
     """The result of a search.
 
     Attributes:
-        tuned: the setting of each method, the cheapest that meets the target first.
+        tuned: one setting per method. Settings that meet the target come first, the cheapest of them at the front.
         before: the setting that was the default before the search, measured too. None if the default was dense
             attention, or if it cannot run.
-        dense_ms: milliseconds of a step of dense attention; None if no times were compared.
+        dense_ms: milliseconds of one layer's step of dense attention; None if no times were compared.
     """
 
     tuned: list[Tuned]

@@ -1,5 +1,4 @@
-"""Answer all questions of a call, one after another or as a batch. Decode steps are compiled if there are enough of
-them."""
+"""Read the questions of a call, choose the batch size, and answer the questions one after another or as a batch."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ class Questions:
     """The question of a call, or the lines of a batch file.
 
     Attributes:
-        batch_file: the file's name for errors; None for a single question.
+        batch_file: name of the batch file, `-` for standard input; None for a single question.
         raw, special_tokens: how questions become token ids, as in `question_ids`.
     """
 
@@ -48,7 +47,7 @@ class Questions:
         because only it has standard input.
 
         Raises:
-            UsageError: both a question and a batch are given, or a file cannot be read.
+            UsageError: both a question and a batch are given, or no question; or a file cannot be read.
         """
         texts = cls._texts(options) if ranks is None or ranks.first else []
         texts = texts if ranks is None else ranks.share(texts)
@@ -77,14 +76,17 @@ class Questions:
 
         Raises:
             UsageError: a question is empty or cannot be encoded, or leaves no position of the model for an answer.
+            SparsekvError: the special tokens of a question cannot be encoded as plain text.
         """
         of_batch = self.batch_file is not None
         lines = enumerate(self.texts, 1)
         return [None if of_batch and not text.strip() else self._encode(index, text, line) for line, text in lines]
 
     def note_plain(self, index: OpenIndex, first: int, *, quiet: bool) -> None:
-        """Note which special tokens of the model the questions from index `first` on contain, and that they are read as
-        plain text."""
+        """Note which special tokens the questions from index `first` on contain, if these are read as plain text.
+
+        Prints nothing if there are none, with `quiet`, or if special tokens keep their meaning.
+        """
         if quiet or self.special_tokens:
             return
         found = Counter[str]()
@@ -108,19 +110,20 @@ class Questions:
 
 QUESTION_ROWS = 256  # assumed tokens per question, chat template included
 SHARE_OF_FREE = 0.25
-"""Share of a GPU's free memory that `--batch-size auto` may use for the keys and values of questions and answers. The
-buffers of these double in size when they grow."""
+"""Share of a GPU's free memory that `--batch-size auto` may use for the keys and values of questions and answers. It is
+small because the buffers of these keys and values double in size when they grow."""
 
 
 def choose_batch_size(asked: int | None, session: Session, questions: int, answer_tokens: int) -> int:
     """Return how many questions to answer at once, if each answer has up to `answer_tokens` tokens.
 
     Args:
-        asked: the value of --batch-size; None: as many as fit into memory, up to `AT_ONCE`.
+        asked: the value of --batch-size. None: as many as fit into memory, up to `AT_ONCE`, or 1 if the config or the
+            model allows only one question at a time.
         questions: number of all questions, which is the maximum.
 
     Raises:
-        UsageError: `asked` is more than 1, and the config allows only one question at a time.
+        UsageError: `asked` is more than 1, and the config or the model allows only one question at a time.
     """
     alone = why_alone(session.index, session.config.attention, session.cache)
     if session.config.lossless:
@@ -146,12 +149,12 @@ def _fitting(session: Session, answer_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which questions are answered: one after another, or several at once.
+    """Answers questions, one after another or several at once, and yields the answers in the questions' order.
 
     Args:
         questions: token ids [Q] of each question; None for a blank line.
-        engine: decodes the questions, several at once or one after another.
-        ranks: the processes that share the model. All of them answer the same questions.
+        engine: decodes the answers; its slots are the number of questions that it answers at once.
+        ranks: the processes that share the model. All of them answer the same questions. None for a single process.
         sources: maximum number of sources of an answer.
     """
 
@@ -175,8 +178,9 @@ class Schedule:
         """Make a schedule that answers `size` questions at once; None means as many as fit.
 
         Raises:
-            UsageError: `size` is more than 1, and the config allows only one question at a time; the config has
-                `lossless`, together with sources or several ranks; or an error of `Session.open` or `DraftingEngine`.
+            UsageError: `size` is more than 1, and the config or the model allows only one question at a time; or the
+                config has `lossless`, together with sources or several ranks. Also raises the errors of `Session.open`
+                and `DraftingEngine`.
         """
         if config.lossless and index.model.device.type == "cpu":
             # On a CPU, a pass over T drafted tokens takes as long as T steps, so drafts by the method save nothing.
@@ -197,8 +201,9 @@ class Schedule:
         return self.engine.told if isinstance(self.engine, DraftingEngine) else ""
 
     def compile(self, mode: str, *, quiet: bool) -> None:
-        """Compile the model's layers, as `--compile` asks, if the answers take enough steps. A failure is usually only
-        noted.
+        """Compile the model's layers if the mode is `on`, or if it is `auto` and the answers may take enough steps.
+
+        `mode` is the value of `--compile`. A failure is only noted, except in the cases below.
 
         Raises:
             SparsekvError: the layers cannot be compiled, and the mode is `on` or there are several ranks. The other
@@ -217,8 +222,9 @@ class Schedule:
             note(f"not compiled: {error}", quiet=quiet)
 
     def answers(self, on_text: Callable[[str], None]) -> Iterator[Answer]:
-        """Yield the answers in the order of the questions, each as soon as all earlier answers are finished. A blank
-        line has an empty answer.
+        """Yield the answers in the order of the questions, each as soon as it and all earlier answers are finished.
+
+        The answer to a blank line is `NO_ANSWER`.
 
         Args:
             on_text: called with each piece of an answer's text, if questions are answered one after another.
@@ -231,7 +237,10 @@ class Schedule:
         return map(partial(join_answer, self.ranks), answers)
 
     def turn(self, answer: Answer) -> Turn:
-        """Return the only question and its answer as a turn of a conversation. Raises ValueError for a blank line."""
+        """Return the only question and its answer as a turn of a conversation.
+
+        Raises ValueError for several questions or a blank line.
+        """
         (question,) = self.questions
         if question is None:
             raise ValueError("a blank line is no turn")

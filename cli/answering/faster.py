@@ -12,11 +12,10 @@ from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster
 def take_faster(
     artifact: Artifact, config: DecodeConfig, questions: int, device: str, dtype: str, *, quiet: bool
 ) -> Choice:
-    """Choose the faster of dense attention and the method of a config, and note the choice with both times.
+    """Choose the faster of dense attention and the method of a config, and note the choice with the measured times.
 
     Args:
-        questions: number of questions that are to be answered at once. It is 1 for a model whose questions cannot share
-            a step.
+        questions: number of questions to answer at once. For a model whose questions cannot share a step, 1 is used.
         device, dtype: values of `--device` and `--dtype`.
 
     Raises:

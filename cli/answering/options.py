@@ -59,8 +59,8 @@ def refuse_merged_heads(config: DecodeConfig) -> None:
 SAMPLING = "Sampling"
 
 AT_ONCE = {"cpu": 16, "cuda": 64}
-"""How many questions `--batch-size auto` answers at once, by device type. On a GPU the number is smaller if the
-questions' keys and values do not fit into free memory."""
+"""Maximum number of questions that `--batch-size auto` answers at once, by device type. On a GPU fewer are answered at
+once if their keys and values do not fit into free memory."""
 
 PlacementOption = Annotated[
     str,
@@ -193,8 +193,9 @@ class AttentionOptions:
         return config
 
     def _scheduled(self, schedule: str) -> tuple[str, dict[str, Any]]:
-        """Split `--schedule` into a budget and the methods' parameters with `step`, the number of decode steps per
-        selection.
+        """Return the budget of `--schedule`, and the methods' parameters, in which `step` is that of `--schedule`.
+
+        `step` is the number of decode steps per selection.
 
         Raises:
             UsageError: --budget or --step is given too, or the text is not BUDGET-step-STEPS.
@@ -209,7 +210,10 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAttentionOptions(AttentionOptions):
-    """Attention options with the method `auto`, which a command replaces by the faster of two, see `take_faster`."""
+    """Attention options with the method `auto`: the faster of dense attention and the default method.
+
+    A command with these options calls `take_faster` if `by_time` is True.
+    """
 
     method: Annotated[
         str | None,
@@ -233,8 +237,10 @@ class TimedAttentionOptions(AttentionOptions):
         return not any(given) and all(value is None for value in self.parameters.values())
 
     def config(self, artifact: Artifact, *, gauge: bool = False) -> DecodeConfig:
-        """Return the config for answers, as in the base class; with `auto`, that of the method to compare with dense
-        attention. Also raises UsageError for an option that `auto` cannot have, because dense attention lacks it."""
+        """Return the config for answers, as in the base class; with `auto`, the config to compare with dense attention.
+
+        Also raises UsageError for an option that cannot be combined with `auto`.
+        """
         if not self.by_time:
             return super().config(artifact, gauge=gauge)
         refused = {
@@ -277,8 +283,11 @@ class Choices:
         return cls(artifact, budget, options.parameters, options.residual)
 
     def other_method(self, before: DecodeConfig, name: str) -> DecodeConfig:
-        """Return a config for the method `name`, with those of the user's options that this method has. Raises
-        UsageError if there is no such method, and the errors of `choose_config`."""
+        """Return a config for the method `name`, with the user's options for this method, and the user's budget if set.
+
+        Attention of questions and placement are those of the config `before`. Raises UsageError if there is no such
+        method, and the errors of `choose_config`.
+        """
         name, kind = attention_of(self.artifact, name)
         own = {field.name for field in fields(kind)}
         kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
@@ -287,8 +296,10 @@ class Choices:
         return replace(config, budget=budget, question=before.question, placement=before.placement)
 
     def other_budget(self, config: DecodeConfig, text: str) -> DecodeConfig:
-        """Return the config with another budget. Raises UsageError if the text is not a budget, or if the config uses
-        dense attention."""
+        """Return the config with another budget, which then holds for all layers.
+
+        Raises UsageError if the text is not a budget, or if the config uses dense attention.
+        """
         if isinstance(config.attention, Dense):
             refuse_beside_dense({"/budget": text})
         return replace(config, budget=Budget.parse(text, "/budget"), layer_budgets={}, origin="")
@@ -521,10 +532,10 @@ class GenerateOptions:
         return {"raw": self.raw, "special_tokens": self.special_tokens}
 
     def check(self, artifact: Artifact) -> None:
-        """Raise UsageError if options exclude each other, or if one needs another that is missing. Raise the errors of
-        `refuse_unsavable`.
+        """Raise UsageError if options exclude each other or need another one, or if the mode of --compile is unknown.
 
-        With --save-to, the process also outlives the reader of stdout.
+        With --save-to, also raise the errors of `refuse_unsavable`. The process then goes on if the reader of stdout
+        closes the pipe, because the index is still to be saved.
         """
         if self.save_to is not None and self.batch_file is not None:
             raise UsageError("--save-to saves one question and its answer; leave --batch-file out")

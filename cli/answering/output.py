@@ -29,7 +29,7 @@ class Output:
         of_batch: whether the questions are the lines of a file.
         stats: whether to print times too, to stderr.
         settings: the settings that decide an answer, from `settings_of`.
-        resumed: the file of --resume, which also gets each line; it may have the first lines from earlier runs.
+        resumed: the file of --resume, which also gets each line and may have lines of earlier runs; None without it.
         sources: whether to show the sources of each answer.
         choice: the choice of `--method auto`; None for any other method.
     """
@@ -56,7 +56,10 @@ class Output:
         questions: Sequence[str],
         choice: Choice | None = None,
     ) -> Self:
-        """Make the output that the options name. Raises the errors of `AnswersFile` and its `begin`."""
+        """Make the output that the options name, and lock the file of --resume.
+
+        Raises the errors of `AnswersFile` and `AnswersFile.begin`.
+        """
         shown = {} if options.sources is None else {"sources": options.sources}
         settings = settings_of(config, sampling, artifact, dtype=options.dtype, **options.encoding, **shown)
         resumed = None
@@ -79,7 +82,7 @@ class Output:
         return not (self.of_batch or self.as_json)
 
     def piece(self, text: str) -> None:
-        """Print a piece of a streamed answer."""
+        """Print a piece of an answer if answers are streamed; otherwise do nothing, because `show` prints them."""
         if self._streamed:
             self.stream.add(text)
 
@@ -100,7 +103,10 @@ class Output:
         return shown[-1]
 
     def _print(self, question: str, answer: Answer, number: int) -> None:
-        """Print an answer, or only the end of its line if it was streamed."""
+        """Print an answer, or only the end of its line if it was streamed; also append it to the file of --resume.
+
+        Sources, times and notes follow on stderr if the options ask for them.
+        """
         line = " ".join(answer.text.split())
         if self.as_json:
             line = json_text(self._record(question, answer))
@@ -127,7 +133,10 @@ class Output:
         return {"question": question, **kept, **identity(self.config), "settings": self.settings, **choice}
 
     def _total(self, answers: Sequence[Answer], seconds: float) -> None:
-        """Note how many answers of a batch were cut, and with --stats also the speed of the whole batch."""
+        """Note how many answers of a batch were cut, if some were and --json is not given.
+
+        With --stats, also note the speed of a batch of several questions.
+        """
         asked, tokens = len(answers) - answers.count(NO_ANSWER), sum(one.generated_tokens for one in answers)
         cut = sum(one.finish_reason == "length" for one in answers)
         if cut and not self.as_json:
@@ -167,16 +176,20 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
 
 
 def _code(config: DecodeConfig) -> str | None:
-    """Return the sha256 sums of the packages of the methods that answer and that prefill questions; None if both
-    methods are of this package."""
+    """Return the checksums of other packages whose methods answer or prefill questions; None if there are none.
+
+    --resume thereby refuses answers by another version of such a package.
+    """
     used = (one.method for one in (config.attention, config.question) if isinstance(one, MethodSpec | QuestionPrefill))
     codes = (code_of(type(one)) for one in used)
     return " ".join(one for one in codes if one is not None) or None
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:
-    """Describe the attention of a question's tokens. For a method, the text has its budget, its chunk of tokens that
-    share a selection, and its parameters."""
+    """Describe the attention of a question's tokens: `dense`, `own`, or a method's name, budget and parameters.
+
+    For a method, the text also has the number of tokens that share a selection.
+    """
     if not isinstance(asking, QuestionPrefill):
         return asking.name
     options = "".join(f", {name} {value}" for name, value in asdict(asking.method).items())

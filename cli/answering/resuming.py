@@ -172,7 +172,7 @@ class AnswersFile:
         held = record.get("settings")
         found = record | (held if isinstance(held, dict) else {})
         for name, value in (setting | self.settings).items():
-            # A line of an earlier version lacks an option that did not exist.
+            # A line that an earlier version wrote lacks the options that did not exist then.
             before = found.get(name, False if value is False else None)
             if not _same(before, value):
                 other = OTHERWISE.get(name) or _differing(name, before, value)
@@ -180,8 +180,9 @@ class AnswersFile:
                 raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 
     def begin(self) -> list[str]:
-        """Cut the file after its last whole line, and lock it against other runs until this process ends. Returns its
-        lines.
+        """Cut the file after its last whole line, and return its lines.
+
+        Also lock the file against other runs until this process ends, if the file system has locks.
 
         Raises:
             UsageError: the file cannot be written, another run adds to it, or it has changed since it was read.

@@ -54,7 +54,8 @@ def save_session(
         special_tokens: whether special tokens in the questions kept their meaning.
 
     Raises:
-        ArtifactError: the new index cannot be written, or the old index is damaged.
+        ArtifactError: the new index cannot be written, or the old index is damaged. Also raises the other errors of
+            `growing_plan` and `build_index`.
     """
     manifest = opened.artifact.manifest
     place, said = Place.behind(manifest.prompt), list[torch.Tensor]()

@@ -33,7 +33,7 @@ class StepOptions:
         typer.Option(
             metavar="auto|int8",
             help=(
-                "Storage dtype of synthetic keys and values, which sparsekv's steps on a GPU read. auto: the "
+                "Storage dtype of the synthetic keys and values that sparsekv's steps read; on a GPU only. auto: the "
                 "--dtype. With int8 and --shared, MB counts selected rows at full precision."
             ),
             autocompletion=names_of(lambda: KV_DTYPES),
@@ -42,7 +42,10 @@ class StepOptions:
     seed: Annotated[int, typer.Option(help="Seed of the synthetic data and of the indices.")] = 0
 
     def wanted(self, contexts: list[str] | None, dtype: str) -> Wanted:
-        """Return the layers to time, with heads of the default sizes.
+        """Return the sizes of the layers to time. The numbers of heads and channels are None, which means the defaults.
+
+        Args:
+            contexts, dtype: values of --context and --dtype.
 
         Raises:
             UsageError: --shared is given without --batch, or the storage dtype is unknown.

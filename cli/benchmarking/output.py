@@ -127,7 +127,7 @@ def _table(rows: Sequence[StepTiming], about: dict[str, Any]) -> Table:
 
 
 def print_model_rows(rows: Sequence[ModelRow], about: dict[str, Any], form: TableOptions) -> None:
-    """Print the timed steps of a whole model to stdout as JSON or as a table."""
+    """Print the timed steps of a whole model to stdout: JSON, or a table for a terminal or in a markup language."""
     if form.as_json:
         return say(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     compiled = ", compiled" if about["compiled"] else ""

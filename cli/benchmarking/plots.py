@@ -18,7 +18,7 @@ def plot_steps(rows: Sequence[StepTiming], copy_bandwidth: float, title: str, pa
     """Plot speed-up against context length, and time against bytes read, with a line for each method, budget and batch.
 
     With `shared`, speed-up is plotted against the number of questions, with a line for each method, budget and context
-    length. A dashed line shows the time of a memory copy.
+    length. Dashed lines show a speed-up of 1, and the time of a memory copy.
 
     Args:
         copy_bandwidth: bandwidth of a memory copy in bytes per second.
@@ -69,5 +69,5 @@ def _roofline(axis: Axes, rows: Sequence[StepTiming], copy_bandwidth: float) -> 
 
 
 def _in_k(size: int) -> str:
-    """Format a size, as `128K` if it is a multiple of 1,024."""
+    """Format a size: as `128K` if it is a multiple of 1,024, otherwise in full."""
     return f"{size:,}" if size % 1024 else f"{size // 1024}K"

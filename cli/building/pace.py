@@ -1,6 +1,7 @@
 """Estimate how long a prefill takes before it begins.
 
-The estimate is made from earlier prefills of the same model on this machine. If there are none, one layer is timed.
+The estimate is made from the pace of the last prefill with the same settings on this machine. If none is stored, one
+linear layer is timed.
 """
 
 import json
@@ -20,11 +21,11 @@ from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 from sparsekv.indexing.plan import BuildPlan
 
 LEAST_SECONDS = 10.0
-"""Shortest estimated time that is shown, in seconds."""
+"""Shortest estimated time of a prefill that is shown, in seconds."""
 LEAST_TOKENS = 256
 """Number of tokens of the shortest prefill whose pace is stored."""
 MOST_KEPT = 100
-"""Maximum number of stored paces, one for each setting of `PaceMeter._key`."""
+"""Maximum number of stored paces; each belongs to one `PaceMeter._key`."""
 _FILE = "prefill_pace.json"
 
 
@@ -45,7 +46,7 @@ class Pace:
 
         Args:
             steps: clock readings in seconds, ascending, each with the number of tokens prefilled by then.
-            ratio: `per_pair` divided by `per_token`, used if the steps are too few to fit both.
+            ratio: `per_pair` divided by `per_token`, used if the steps do not determine both.
         """
         chunks = [
             (end - first, _pairs(first, end), after - before) for (before, first), (after, end) in pairwise(steps)
@@ -77,9 +78,9 @@ def _least_squares(chunks: list[tuple[int, float, float]]) -> tuple[float, float
 
 
 class PaceMeter:
-    """Estimates the time of a build's prefill beforehand, from the pace of an earlier prefill or of one layer.
+    """Estimates the time of a build's prefill beforehand, from the pace of an earlier prefill or of one linear layer.
 
-    A pace is the seconds per token and per pair of tokens. That of the finished prefill is stored in the user's cache.
+    The pace of the finished prefill is stored in the user's cache, for later estimates.
 
     Args:
         clock: returns the time in seconds.
@@ -103,7 +104,7 @@ class PaceMeter:
         return f"about {takes} of prefill here" if kept else f"roughly {takes} of prefill here, judged by one layer"
 
     def show(self, done: int, of: int) -> None:
-        """Record that `done` of `of` tokens are prefilled.
+        """Record that `done` of `of` tokens are prefilled; on a GPU, only the first and the last call count.
 
         After the last token the pace is stored in the user's cache, if at least `LEAST_TOKENS` tokens were prefilled.
         """
@@ -140,7 +141,10 @@ class PaceMeter:
         return found
 
     def _weights_of_token(self) -> float:
-        """Return the number of weights that a token is multiplied with. Of a layer's experts only the chosen count."""
+        """Return the number of weights that a token is multiplied with.
+
+        Of a layer's experts, only as many are counted as the router chooses for a token.
+        """
         model = self._plan.loaded.model
         chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0
         experts = sum(weight.numel() * chosen / len(weight) for weight in model.parameters() if weight.ndim == 3)
@@ -148,10 +152,10 @@ class PaceMeter:
 
     @torch.inference_mode()
     def _timed(self) -> Pace | None:
-        """Time the model's largest linear layer, and return the pace of a model whose weights are all as fast.
+        """Time the model's largest linear layer, and estimate the model's pace as if all its weights were as fast.
 
-        Attention counts by its number of operations. Returns None if the model has no linear layer, if the layer takes
-        no rows in the model's dtype, or if several processes share the model.
+        The time of attention follows from its number of operations. Returns None if the model has no linear layer, if
+        the layer takes no rows in the model's dtype, or if several processes share the model.
         """
         layers, model = self._linear_layers(), self._plan.loaded.model
         if not layers or own_place() is not None:

@@ -65,7 +65,7 @@ class Target:
     """A document as the user named it, and the folder of its index.
 
     Args:
-        joined: names of the files, folders and globs that form one document; empty for a single file or folder.
+        joined: with --as-one, the names of the files, folders and globs that form the document; otherwise empty.
     """
 
     document: str
@@ -84,9 +84,9 @@ def choose_targets(
         as_one: all named files, folders and globs are one document.
 
     Raises:
-        UsageError: no document is named, or no listed document exists. A document ends in .skv and does not exist, has
-            no name, or has too long a name. Standard input is the list and a document. Two documents would get the same
-            index folder. Or `output` cannot hold several indices.
+        UsageError: no document is named, or no listed document exists. A document ends in .skv and does not exist.
+            Standard input is named beside other documents or in a list. A document gives its index no name, or too long
+            a name. Two documents would get the same index folder. Or `output` cannot hold several indices.
         SparsekvError: `from_file` cannot be read.
     """
     listed = [] if from_file is None else _names(from_file)
@@ -132,7 +132,7 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
     index is in `parent` if given, and otherwise next to the document.
 
     Raises:
-        UsageError: the document has no file name, or its name is too long once it ends in .skv.
+        UsageError: the document is standard input or has no file name, or the added .skv makes the name too long.
     """
     if document == "-":
         raise UsageError("a document from standard input has no name: name the index with --output NAME.skv")
@@ -185,7 +185,8 @@ def _place(name: str) -> str:
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
     """Raise UsageError if `output` cannot contain several indices.
 
-    It cannot if it is an index or a file, or if it does not exist and its name has the extension of an index or a text.
+    It cannot if it is a file or an index, if its name ends in .skv, or if it does not exist and its name has one of the
+    documents' `extensions` or that of another text.
     """
     if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return
@@ -307,9 +308,10 @@ class BuildRecipe:
         yield sources
 
     def _ordered(self, sources: SourceTexts, folder: Path) -> tuple[SourceTexts, FileHistory]:
-        """Order the files of a document by `--order`, and count in how many builds each has changed.
+        """Order the files of a document, and return them with the order and the number of changes of each file.
 
-        The index in the folder, if there is one, has the previous order and counts.
+        The order is that of `--order`, or else that of the index in the folder. Changes are counted on from that index,
+        or from 0 if there is none or with --force. Files of the index that are gone are noted.
 
         Raises:
             UsageError: with `--max-tokens`, the order changed-last would cut off the files that change most.
@@ -380,10 +382,11 @@ class BuildRecipe:
             note(detected, quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
-        """Return the existing index's chat template text before the document if the same template now gives another.
+        """Return the head of the existing index (the template's text before the document) if a build must keep it.
 
-        Returns None otherwise, and with --raw or --force. A template that contains the date gives another text every
-        day. With a new text before it, the whole document would be prefilled again.
+        The head is kept, with a note, if the template of the same tokenizer now gives another head, such as one with
+        another date. With a new head, the whole document would be prefilled again. Returns None otherwise, and with
+        --raw or --force.
         """
         if before is None or before.prompt.chat is None or self.raw or self.config.force:
             return None
@@ -422,8 +425,12 @@ class BuildRecipe:
 def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, quiet: bool) -> None:
     """Print notes after a build.
 
-    If the index was already up to date, the only note says so. Otherwise the notes state the error that int8 storage
-    causes, and that the new index lacks the default that `tune` stored in the earlier index, if it had one.
+    If the index was already up to date, the only note says so. Otherwise a note states the error of int8 storage, if
+    keys and values are in int8. Another note follows if the earlier index had a default of `tune` and the new one lacks
+    it.
+
+    Args:
+        before: manifest of the earlier index; None if there was none.
     """
     if before is not None and manifest.uuid == before.uuid:
         note(f"{folder} is up to date: nothing to build", quiet=quiet)
@@ -437,7 +444,10 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
 
 
 def cut_told(prompt: FixedPrompt) -> str:
-    """Return text that names the cut and the missing files of a cut document; empty for a document of one text."""
+    """Return text that names the file in which a document is cut, and the files after the cut.
+
+    The text is empty for a document of one text.
+    """
     told = [f"{file.path} is cut" for file in prompt.files or () if file.cut]
     if behind := prompt.files_behind:
         told.append(f"not in the index: {', '.join(behind[:NAMED])}{', ...' * (len(behind) > NAMED)}")
@@ -445,7 +455,7 @@ def cut_told(prompt: FixedPrompt) -> str:
 
 
 def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory | None:
-    """Return the history of the files in a prompt's table, without the files that never changed; None for None."""
+    """Return a history of only the files that a prompt's table has and that have changed; None for no history."""
     if history is None:
         return None
     counts = {file.path: history.changes[file.path] for file in prompt.files or ()}
@@ -454,7 +464,10 @@ def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory |
 
 @contextmanager
 def _told_of_old_index(folder: Path, before: Manifest | None) -> Iterator[None]:
-    """Let the line after Ctrl-C say that the index before this build still answers, if its files are all there."""
+    """Within the context, if Ctrl-C is pressed, add to its message that the earlier index still answers.
+
+    Nothing is added if there was no earlier index `before`, or if the folder no longer has that index.
+    """
     try:
         yield
     except BaseException:
@@ -475,7 +488,7 @@ def _finished(folder: Path) -> Manifest | None:
 
 
 def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Progress) -> None:
-    """Build a document's index on several ranks, or resume or update it. All ranks call this together.
+    """Build a document's index on several ranks, or resume or update it. All ranks call this function together.
 
     Raises:
         SparsekvError: the ranks cannot share the model; or the errors of `BuildRecipe.index`.
@@ -511,7 +524,7 @@ def index_among(documents: Sequence[str], *, ranks: bool) -> Path | None:
     """Return the index that the user named instead of a document, or None.
 
     Raises:
-        UsageError: other documents are named too, or several ranks are started.
+        UsageError: an index is named together with other documents, or while several ranks run the command.
     """
     folder = next((Path(one) for one in documents if (Path(one) / MANIFEST).is_file()), None)
     if folder is not None and (len(documents) > 1 or ranks):

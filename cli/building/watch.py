@@ -25,12 +25,15 @@ SETTLED = 300
 LONGEST = 2000
 """Milliseconds after which changes are reported although more follow."""
 TICK = 500
-"""Milliseconds between two checks whether a watched folder was replaced by another folder of the same name. The system
-would go on watching the removed folder."""
+"""Milliseconds between two checks whether a watched folder was replaced by another folder of the same name. Without the
+check, the system would go on watching the removed folder."""
 
 
 def refuse_unwatchable(targets: Sequence[Target]) -> None:
-    """Raise UsageError if watchfiles is not installed, or if a document is no file or folder."""
+    """Raise UsageError if watchfiles is not installed, or if a document is standard input or a device.
+
+    Documents that do not exist are allowed, because they can be written later.
+    """
     try:
         import watchfiles  # noqa: F401
     except ImportError:
@@ -46,7 +49,8 @@ def refuse_unwatchable(targets: Sequence[Target]) -> None:
 def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
     """Build the documents' indices, and build each again when its text has changed, until Ctrl-C.
 
-    The error of a later build is printed, and the document is still watched. `--force` applies to the first build only.
+    An error of a build is printed, and the document is still watched; only an error of the first build of a single
+    document is raised. `--force` applies to the first round of builds only.
 
     Raises:
         SparsekvError: the first build of a single document failed, or the files cannot be watched.
@@ -86,7 +90,7 @@ def _build(recipe: BuildRecipe, target: Target, load: Callable[[], LoadedModel],
 
 
 class _Changes:
-    """Waits for changes in the files and folders of documents. `wait` also reports changes since its last call.
+    """Waits for changes in the files and folders of documents. Changes between two calls of `wait` are not lost.
 
     Raises:
         SparsekvError: the system refuses to watch a folder.
@@ -161,9 +165,9 @@ class _Changes:
         return [_identity(path) for path in paths]
 
     def _counts_below(self, change: object, path: str) -> bool:
-        """Whether a changed path may matter to a document: it is not in an index, and no part of it is hidden.
+        """Whether a changed path below a watched folder may matter to a document.
 
-        A .gitignore does not count as hidden.
+        It does not matter if it is in an index or if a part of it is hidden; a .gitignore does not count as hidden.
         """
         if any(os.path.join(path, "").startswith(index) for index in self._indices):
             return False

@@ -13,7 +13,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.user.cache import cache_root, read_small
 
 MOST_ENTRIES = 1000
-"""Number of history entries that are offered. A file with more than twice as many is cut down to them."""
+"""Maximum number of history entries that are offered: the last ones. A file with more than twice as many lines is cut
+down to these entries."""
 
 
 class History:
@@ -27,7 +28,7 @@ class History:
         self.file = cache_root() / "chat-history.jsonl" if file is None else file
 
     def entries(self) -> list[str]:
-        """Return the last entries, oldest first."""
+        """Return the last entries, oldest first, and cut a file that is too long down to them (`MOST_ENTRIES`)."""
         lines = read_small(self.file).splitlines()
         found = [entry for line in lines if isinstance(entry := _parsed(line), str)][-MOST_ENTRIES:]
         if len(lines) > 2 * MOST_ENTRIES:

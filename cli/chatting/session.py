@@ -67,12 +67,12 @@ class Interrupts:
 
 @dataclass
 class Chat:
-    """State of a chat, which questions and commands change.
+    """State of a chat. Questions and commands change the state.
 
     Attributes:
         talk: the conversation, with the config that answers the next question.
         choices: settings that /method keeps.
-        interrupts: Ctrl-C during a question or a command.
+        interrupts: handles Ctrl-C during a question or a command.
         stats: whether times are printed after each answer.
         dtype: the value of --dtype.
         sources: maximum number of sources that are printed after each answer.
@@ -118,7 +118,7 @@ class Chat:
 
 
 def describe(config: DecodeConfig) -> str:
-    """Describe the method and budget of a config in a few words."""
+    """Describe the method and the budget of a config, or dense attention, in a few words."""
     if isinstance(config.attention, Dense):
         return "dense attention to all of the document"
     residual = ", with --residual" if config.attention.residual else ""

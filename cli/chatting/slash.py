@@ -66,8 +66,10 @@ def is_command(entry: str) -> bool:
 
 
 def as_question(entry: str) -> str:
-    """Return the question that an entry asks; the entry is no command. A line that begins with // loses its first
-    slash."""
+    """Return the question that an entry asks. A single line that begins with // loses its first slash.
+
+    The entry must not be a command.
+    """
     return entry[1:] if entry.startswith("//") and "\n" not in entry else entry
 
 
@@ -143,7 +145,7 @@ def budget(session: Chat, argument: str) -> None:
         note(describe(session.talk.config), quiet=False)
 
 
-@slash("/stats", "print times and the share of keys and values read after each answer, or no longer")
+@slash("/stats", "after each answer, print times and the share of keys and values read; again: print no more")
 def stats(session: Chat, argument: str) -> None:
     if argument not in ("", "on", "off"):
         raise UsageError(f"/stats {argument}: write /stats, /stats on or /stats off")

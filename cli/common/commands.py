@@ -1,5 +1,4 @@
-"""The subcommands by name, with their help texts. The module of a command is imported only when the command is
-called."""
+"""The subcommands by name, with their help texts. `sparsekv --help` prints them without importing their modules."""
 
 COMMANDS = {
     "build-index": "Prefill a document once, and write its keys, values and index.",
@@ -10,14 +9,14 @@ COMMANDS = {
     "recall-report": "Measure each method's recall, output error and reads, by layer and head.",
     "eval": "Score each method's answers beside those of dense attention.",
     "tune": "Find the cheapest setting that meets a target, and make it the index's default.",
-    "bench": "Time a decode step with each method beside the fastest dense attention.",
+    "bench": "Time a decode step of one layer with each method beside the fastest dense attention.",
     "bench-model": "Time a whole model's decode steps with each method beside dense attention.",
     "append": "Append more text to an index.",
     "convert": "Copy an index with keys and values in int8, which takes less room.",
     "inspect": "Show an index's contents; --verify recomputes every checksum.",
     "start": "Start a server in the background, so that later commands begin at once.",
     "stop": "End the server of start.",
-    "models": "List models that are ready, and fetch one.",
+    "models": "List the built-in models, and download models.",
     "config": "Show the defaults that are set, and where: sparsekv.toml or the environment.",
     "completion": "Print the script that completes commands and options in your shell.",
 }
@@ -28,5 +27,5 @@ MOVED = dict.fromkeys(("end-to-end", "config", "distinct-layers", "compile"), "b
 
 
 def moved(command: str, option: str) -> str | None:
-    """Return the command that an option of another command moved to; None if the option did not move."""
+    """Return the command to which an option of `command` has moved; None if the option did not move."""
     return MOVED.get(option) if command == "bench" else None

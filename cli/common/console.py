@@ -100,7 +100,10 @@ class ProgressLines:
 
 
 class _PlainConsole(Console):
-    """A rich console that prints every string literally, also in tables and titles."""
+    """A rich console that prints every string without markup, and with control characters escaped.
+
+    This is also true of strings in tables and titles.
+    """
 
     def __init__(self, **options: Any):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -182,7 +185,12 @@ def shortened(text: str, width: int) -> str:
 
 
 def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
-    """Note which special tokens a text contains, with the count of each. Prints nothing if `plain` is empty."""
+    """Note which special tokens in a text were read as plain text, with the count of each; nothing if there are none.
+
+    Args:
+        document: name of the text, such as `the question`.
+        plain: count of each special token that was read as plain text.
+    """
     if plain:
         told = "; ".join(f"{token}, {'once' if times == 1 else f'{times:,} times'}" for token, times in plain.items())
         note(
@@ -194,7 +202,10 @@ def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
 
 @contextmanager
 def waiting(what: str, *, quiet: bool) -> Iterator[None]:
-    """Within the context, print from time to time how long a task without progress reports has been running."""
+    """Within the context, print from time to time how long a task without progress reports has been running.
+
+    With `quiet`, print nothing.
+    """
     if quiet:
         yield
         return
@@ -212,8 +223,10 @@ class _TimeLeftColumn(ProgressColumn):
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function of (stage, done, of) that draws a progress bar per stage. Without a terminal, print a
-    progress line from time to time instead."""
+    """Yield a function of (stage, done, of) that draws a progress bar per stage on a terminal.
+
+    If stderr is no terminal, progress lines are printed from time to time instead. With `quiet`, nothing is printed.
+    """
     if not quiet and not stderr().is_terminal:
         with ProgressLines(partial(note, quiet=False)) as lines:
             yield lines.show

@@ -32,8 +32,8 @@ def described_usage(
 ) -> str:
     """Return the error message for a command line that typer refuses.
 
-    For known mistakes it is a message of its own, with the right command line where that can be derived. Otherwise it
-    is typer's message, mostly followed by similar options or by the command for help.
+    For a known mistake, the message explains the mistake, with the right command line where this can be derived.
+    Otherwise typer's message is returned, mostly followed by similar options or by the command for help.
 
     Args:
         message: typer's message.
@@ -138,8 +138,10 @@ def _meant(given: str, options: Sequence[str]) -> str:
 
 
 def _near(given: str, options: Sequence[str]) -> list[str]:
-    """Return the options that begin with `given`, or else the most similar option. Typer also suggests options that
-    are not similar."""
+    """Return the options that begin with `given`, or else the most similar long option; empty if none is similar.
+
+    Typer's own suggestions are not used, because they may be options that are not similar.
+    """
     begin = [name for name in options if given.strip("-") and name.startswith(given)]
     if begin or not given.startswith("--"):
         return begin
@@ -156,7 +158,10 @@ def _value_of(option: str, arguments: Sequence[str]) -> str:
 
 
 def _eval_of(arguments: Sequence[str]) -> str:
-    """Return an `eval` command line with the text of the index that `--index` names."""
+    """Return an `eval` command line with the text of the index that `--index` names.
+
+    If the index cannot be read, return the command line for the help of `eval`.
+    """
     given = [part for one in arguments[list(arguments).index("eval") + 1 :] for part in one.split("=", 1)]
     at = next((number for number, one in enumerate(given) if one in ("--index", "-i")), len(given))
     folder, others = Path(*given[at + 1 : at + 2]), [*given[:at], *given[at + 2 :]]
@@ -254,7 +259,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _blames_another(error: SparsekvError) -> bool:
-    """Whether an error's message names an unreadable file although the cause is a lack of memory or threads."""
+    """Whether a lack of memory or threads caused an error whose message names another reason.
+
+    Such a message may name a file that cannot be read, for example.
+    """
     below = list(causes(error))[1:]
     return "memory of" not in str(error) and any(_is_memory(one) or _NO_THREAD in str(one) for one in below)
 

@@ -18,7 +18,8 @@ def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "
         called: the option or argument that names the index, for messages.
 
     Raises:
-        UsageError: no index is named and the folder has none or several, or the named path is no folder.
+        UsageError: no index is named and the folder has none or several, or the named path is no folder or cannot be
+            looked up.
         MissingIndexError: the named path does not exist, or is a folder without an index.
         ArtifactError: the index is unfinished, damaged or newer than this version.
     """
@@ -43,7 +44,10 @@ def _opened(folder: Path, thorough: bool) -> Artifact:
 
 
 def _refuse_other_than_folder(given: Path, called: str) -> None:
-    """Raise UsageError if the path is no folder; `Artifact` reports a path that does not exist."""
+    """Raise UsageError if the path is no folder or cannot be looked up.
+
+    A path that does not exist is accepted, because `Artifact` reports it.
+    """
     try:
         mode = os.stat(given).st_mode
     except FileNotFoundError:

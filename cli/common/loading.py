@@ -160,6 +160,9 @@ class OpeningTimes:
 
 
 def _refuse_method(model: str | None) -> None:
-    """Raise UsageError if the name of a method is given as a model, because -m stands for --model."""
+    """Raise UsageError if the name of a method is given as a model, because -m stands for --model.
+
+    A local folder of this name is accepted as a model.
+    """
     if model in methods() and not os.path.isdir(model):
         raise UsageError(f"--model {model}: {model} is a method, not a model; give it as --method {model}")

@@ -23,7 +23,7 @@ FEW = 32
 
 
 def note_small_budgets(budgets: "Iterable[Budget]", *, quiet: bool) -> None:
-    """Print a note to stderr for each budget below FEW tokens."""
+    """Print a note for each budget that is a number below FEW of tokens, because the user may have meant percent."""
     for budget in budgets:
         if not budget.is_share and budget.value < FEW:
             tokens = "one token" if budget.value == 1 else f"{budget.value} tokens"
@@ -55,7 +55,8 @@ def with_options(
 
     Args:
         preset: fields of methods that the command sets itself, such as a seed; they become no options.
-        defaults: defaults that the command has instead of the methods' own, by field name.
+        defaults: defaults that the help shows instead of the methods' own, by field name. The command itself must apply
+            them.
 
     Raises:
         UsageError: a method's option has the name of one of the command's own options, or has two types.
@@ -159,7 +160,7 @@ def _kind(annotation: Any) -> str:
 
 
 def _option(name: str, owners: list[tuple[str, Field[Any]]], default: str) -> inspect.Parameter:
-    """Return a methods' option. An empty `default` means that each method has its own."""
+    """Return an option of the methods `owners`. The help shows `default`; if this is empty, the methods' defaults."""
     from sparsekv.runtime.selection.registry import show_default  # the module imports torch
 
     field = owners[0][1]

@@ -58,7 +58,8 @@ def share(text: str | float) -> float:
 
 
 ATTENDED, PLACED = "What is attended to", "Where the document lies"
-"""Titles of the groups in --help whose options have no effect on dense attention."""
+"""Titles of groups of options in --help. If the command line has --method dense, values that sparsekv.toml gives to the
+options of these groups are ignored."""
 METHODS_OF = "methods: "  # prefix of the panel of methods' options; the methods' names follow
 NAMES = "sparsekv.methods"
 
@@ -211,15 +212,15 @@ def _weights_option(auto: str) -> Any:
     """Return the option `--weights`, whose help says what `auto` is."""
     return typer.Option(
         metavar="auto|int8|int4",
-        help="What the weights of linear layers are rounded to when the model is loaded: int8 or int4. auto: "
-        f"{auto}. Embeddings, routers and fused experts stay as they are.",
+        help="Precision to which the weights of linear layers are rounded when the model is loaded: int8 or int4. "
+        f"auto: {auto}. Embeddings, routers and fused experts stay as they are.",
         autocompletion=lambda: ["auto", "int8", "int4"],
     )
 
 
-WeightsOption = Annotated[str, _weights_option("nothing, or what the index was built with")]
+WeightsOption = Annotated[str, _weights_option("as the index was built; another precision is refused")]
 BuildWeightsOption = Annotated[
-    str, _weights_option("nothing. An existing index with int8 or int4 weights is then built again")
+    str, _weights_option("not rounded. An existing index with int8 or int4 weights is then built again")
 ]
 
 

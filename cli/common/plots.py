@@ -42,9 +42,9 @@ class LineEnd:
 
 
 def label_ends(axis: Axes, ends: Sequence[LineEnd]) -> None:
-    """Write each line's name to the right of the axes, near the height of the line's last point. A thin line connects
-    the two.
+    """Write each line's name to the right of the axes, near the height of the line's last point.
 
+    A thin line connects the name and the point.
     The scales and limits of the axes must be final.
     """
     to_axes = axis.transData + axis.transAxes.inverted()
@@ -72,7 +72,10 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd]) -> None:
 
 
 def spread(heights: Sequence[float]) -> list[float]:
-    """Return heights from 0 to 1 near the given heights and in the same order. They are far enough apart for labels."""
+    """Return heights from 0 to 1 near the given heights and in the same order, at least HIGHEST apart.
+
+    If there is no room for this distance, the heights are evenly spaced.
+    """
     gap = min(HIGHEST, 1 / max(1, len(heights) - 1))
     order = sorted(range(len(heights)), key=lambda number: heights[number])
     placed = [0.0] * len(heights)
@@ -92,7 +95,7 @@ COMPARED_WITH = {
     "oracle": {"color": "dimgrey", "marker": "+"},
     "window": {"color": "darkgrey", "marker": "x"},
 }
-"""Styles of dense attention and the two bounds, in black and greys. No other method has these colours."""
+"""Styles of dense attention, the oracle and the window, in black and greys. No other method has these colours."""
 
 
 def style_of(method: str, form: int) -> dict[str, Any]:
@@ -207,10 +210,13 @@ def plot_clusters(layers: list[int], sizes: list[np.ndarray], title: str, path: 
 
 
 def plot_lists(lists: dict[int, ListShape], title: str, path: Path) -> None:
-    """Plot how much each subspace decides the keys' ranking, by rank (CSAttention's figure 1c) and by layer.
+    """Plot how much of the keys' ranking each subspace decides.
+
+    The left plot sorts the subspaces of each query by their share (CSAttention's figure 1c). The right plot has the
+    shares of each layer.
 
     Args:
-        lists: the shares of each layer, by layer index.
+        lists: facts about each layer's posting lists, by layer index.
 
     Raises:
         SparsekvError: the picture cannot be written.

@@ -24,12 +24,18 @@ _USUAL = gc.get_threshold()
 
 
 def rest_collector() -> None:
-    """Let Python's garbage collector run rarely until `resume_collector`."""
+    """Let Python's garbage collector run rarely until `resume_collector`.
+
+    The many new objects of imports and of a model would start it again and again, and few of them are garbage.
+    """
     gc.set_threshold(_RESTING, *_USUAL[1:])
 
 
 def resume_collector() -> None:
-    """End `rest_collector`: let Python's garbage collector run as usual, and ignore all objects that exist now."""
+    """End `rest_collector`, if it was called: let Python's garbage collector run as usual.
+
+    The collector then ignores all objects that exist now, which makes later collections faster.
+    """
     if gc.get_threshold()[0] == _RESTING:
         gc.freeze()
         gc.set_threshold(*_USUAL)
@@ -93,7 +99,7 @@ KEPT = {
     "tune": "the index is as it was",
     "serve": "answers that were not complete ended with an error",
 }
-"""Results that an interrupted command keeps, by command. Other commands keep nothing and change nothing."""
+"""Texts on what an interrupted command keeps, by command. Other commands keep nothing and change nothing."""
 
 
 class Interruption:
@@ -137,7 +143,7 @@ def pressed() -> Interruption | None:
 
 @contextmanager
 def interruptions() -> Iterator[Interruption]:
-    """Record Ctrl-C within the context. Afterwards Ctrl-C kills the process.
+    """Within the context, Ctrl-C is recorded and raises KeyboardInterrupt. Afterwards Ctrl-C kills the process.
 
     If SIGINT was ignored before, as in a background job of a shell script, it stays ignored.
     """
@@ -168,7 +174,7 @@ def interruptions() -> Iterator[Interruption]:
 
 @contextmanager
 def quiet_libraries(*, debug: bool) -> Iterator[None]:
-    """Hide warnings and log records of libraries within the context. With `debug`, hide nothing."""
+    """Within the context, hide warnings of libraries and log records up to WARNING. With `debug`, hide nothing."""
     if debug:
         yield
         return

@@ -18,8 +18,8 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 def answer_may_meet_notes() -> bool:
     """Whether a note may appear in the middle of an answer on a terminal.
 
-    True unless stdout is a regular file: the reader of a pipe may write to a terminal, too. If stdout has no file
-    descriptor, whether stderr is a terminal.
+    True unless stdout is a regular file, because the reader of a pipe may write to a terminal, too. If stdout has no
+    file descriptor, True if stderr is a terminal.
     """
     with suppress(OSError, ValueError):  # stdout has no file descriptor
         return not stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
@@ -107,7 +107,9 @@ MOST = 2**28
 
 
 def read_question(argument: str | None, file: str | None) -> str:
-    """Return the question without the newline at its end.
+    """Return the question: `argument` unchanged, or the text of a file or of standard input.
+
+    Line ends of a text become newlines, and newlines at the end of the text are removed.
 
     Raises:
         UsageError: no question or two questions are given, or the file cannot be read or is too long.
@@ -123,6 +125,8 @@ def read_question(argument: str | None, file: str | None) -> str:
 
 def read_lines(file: str, option: str) -> list[str]:
     """Return every line of a file or of standard input (`-`), including blank lines. Only a newline ends a line.
+
+    Spaces and tabs around a line are removed.
 
     Raises:
         UsageError: the file cannot be read or is too long, or all its lines are blank.

@@ -52,5 +52,5 @@ class Remaining:
 
 
 def _pace(start: tuple[float, int], end: tuple[float, int]) -> tuple[float, float]:
-    """Return the seconds per step between two points, and the number of steps half-way between them."""
+    """Return the seconds per step between two points (seconds, steps), and the steps half-way between them."""
     return (end[0] - start[0]) / (end[1] - start[1]), (start[1] + end[1]) / 2

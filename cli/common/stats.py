@@ -37,7 +37,7 @@ def stored_dtype(manifest: Manifest) -> str:
 
 
 TOLD_FRACTION = 0.1
-"""KV fraction for which `windows_line` states the share of what all layers read."""
+"""KV fraction of the layers without a window for which `windows_line` states the KV fraction of all layers."""
 
 
 def windows_line(manifest: Manifest) -> str | None:
@@ -94,10 +94,10 @@ INDENT = " " * 4
 
 
 def print_sources(answer: "Answer", question: int | None = None) -> None:
-    """Print an answer's sources to stderr: file and lines of each passage, its share of the attention, and its text.
+    """Print an answer's sources to stderr: place, share of the attention, and text of each passage.
 
-    The text is indented, on one line that is cut at the terminal's width. `question` is the line number of a batch's
-    question.
+    The text is indented, on one line that is cut at the terminal's width. Without sources, a note says so. `question`
+    is the line number of a batch's question.
     """
     named = "" if question is None else f"question {question}: "
     for one in answer.sources:

@@ -50,7 +50,7 @@ def _escaped(code: int) -> str:
 
 
 class _Stdout(io.FileIO):
-    """Standard output. Its errors name it, and it can ignore a closed pipe."""
+    """Standard output. Errors name the file `standard output`. With `outlives_reader`, a closed pipe is ignored."""
 
     outlives_reader = False
 
@@ -65,8 +65,9 @@ class _Stdout(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Make stdin, stdout and stderr usable. Text is in UTF-8, and file names that are not UTF-8 are written byte for
-    byte.
+    """Make stdin, stdout and stderr usable. A stream that is closed is opened on /dev/null.
+
+    Text is written to stdout in UTF-8, and file names that are not UTF-8 are written byte for byte.
 
     Raises:
         SparsekvError: standard output is closed, so that no result could be shown.

@@ -60,8 +60,8 @@ def show_fitting(table: Table, lesser: Sequence[str], width: int = 120) -> None:
     """Print a table to stdout. No name and no number is cut: what does not fit into the terminal is left out.
 
     Headers of number columns are folded first. Columns are then left out in the order of `lesser`, and only as many as
-    needed: a column that fits beside the more important ones stays. A line below names the others. If even the columns
-    outside `lesser` do not fit, each row is printed as lines of header and cell.
+    needed: a column that fits beside the more important ones stays. A line below the table names the columns that were
+    left out. If even the columns outside `lesser` do not fit, each row is printed as lines of header and cell.
 
     Args:
         lesser: headers of columns that may be left out, on one line each, the least important first.

@@ -53,7 +53,7 @@ def test_a_build_without_the_option_rounds_no_weights_as_its_help_says(rounded: 
     assert "int8.skv was built with --weights int8, unlike this call: keys, values and methods" in built.stderr
     assert read_manifest(rounded / "int8.skv").model.weights is None
     told = " ".join(run_here("build-index", "--help").stdout.split())
-    assert "auto: nothing. An existing index with int8 or int4 weights is then built again." in told
+    assert "auto: not rounded. An existing index with int8 or int4 weights is then built again." in told
 
 
 @pytest.mark.parametrize(
