@@ -137,7 +137,7 @@ class Delta(Sent):
 
 
 class ChatChoiceDelta(Sent):
-    """The part of one of the answers that an event adds."""
+    """The part that an event adds to one of the answers."""
 
     index: int
     delta: Delta
