@@ -114,7 +114,7 @@ class Addition:
     Args:
         chat: the text that the model's chat template puts around the longer document and a question; None without a
             chat template.
-        special_tokens: special tokens in the text kept their meaning.
+        special_tokens: whether special tokens in the text kept their meaning.
         plain: special tokens that were read as plain text, with their counts.
         border: the end of the longer prompt's text, on which the first tokens of a question depend.
     """
@@ -139,7 +139,7 @@ def encode_addition(
 
     Args:
         chat, border: the chat frame and the border of the index's prompt.
-        special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
+        special_tokens: whether special tokens in the text keep their meaning; otherwise they are plain text.
 
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.

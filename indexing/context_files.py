@@ -186,7 +186,7 @@ class ContextFiles:
     errors: list[float] = field(default_factory=list)
 
     def write(self, layer: int, rows: Pair, queries: Tensors, facts: LayerFacts) -> None:
-        """Write a layer's missing files. Measure the error of int8 storage unless rows are taken over.
+        """Write a layer's missing files. For int8 storage, also measure its error, unless rows are taken over.
 
         Args:
             rows: keys and values [Hk, N, D].
