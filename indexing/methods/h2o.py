@@ -50,7 +50,7 @@ class H2OIndexer(Indexer):
     def _attention(
         self, layer: LayerInput, keys: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the attention [Hk, S + M] to keys [Hk, S + M, D], as a sum over positions and a mean over query heads.
+        """Compute attention [Hk, S + M] to keys [Hk, S + M, D], summed over positions and averaged over query heads.
 
         Args:
             queries: [Hk, G, P, D], the queries at `positions` [P].
