@@ -236,8 +236,8 @@ def with_lost_methods(build: Build) -> Build:
 
     A build that replaces keys and values would lose all methods of the index. A build that keeps keys and values would
     lose the methods with a missing file. All methods of an index share one sample of queries. So a build whose own
-    methods need a sample would also lose the methods that were built from the old one. Methods that are not installed
-    are not added.
+    methods need a sample would also lose the methods that were built from the old sample. Methods that are not
+    installed are not added, and nothing is added with `force` or in an append.
 
     Raises:
         ArtifactError: this version cannot build one of the methods with its old parameters.
@@ -263,7 +263,7 @@ def with_lost_methods(build: Build) -> Build:
 def _with(build: Build, names: list[str], base: Manifest) -> Build:
     """Add an index's methods, with their parameters, to a build.
 
-    Raises ArtifactError if this version cannot build one of them.
+    Raises ArtifactError if this version cannot build one of these methods.
     """
     try:
         others = {name: indexer_of(indexers()[name], base.methods[name].parameters) for name in names}

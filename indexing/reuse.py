@@ -1,4 +1,4 @@
-"""Decide, before the model runs, which rows and files of the earlier index in its folder a build reuses.
+"""Decide, before the model runs, which rows and files a build reuses of the earlier index in the build's folder.
 
 A file is reused if its recipe, the hash of all inputs that determine its content, is the same, and its checksum is
 right. If a file of the context cannot be reused, both prompts may still begin with the same tokens. Then the rows of

@@ -54,7 +54,8 @@ class Gauge(Sent):
 
 class SourceSent(Sent):
     """A passage of the document that an answer attended to: the answer's `index` among the choices, file, first and
-    last line, page of a PDF, tokens [start, stop) of the stored prompt, text, and its share of this attention."""
+    last line, page of a PDF, tokens [start, stop) of the stored prompt, text, and `score`, the passage's share of the
+    retrieval heads' attention."""
 
     index: int
     path: str

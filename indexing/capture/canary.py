@@ -47,7 +47,7 @@ TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
 one."""
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Largest difference between the model's own logits and those over captured rows, relative to the largest logit.
-Rounding stays below it, even if it routes a token to another expert. A missing mask or scale does not."""
+Rounding stays below this value, even if a token is routed to another expert. A missing mask or scale does not."""
 
 
 @torch.inference_mode()
@@ -219,7 +219,7 @@ def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
 
 
 def canary_runs(model: PreTrainedModel, tokens: int, prefix_tokens: int) -> list[tuple[int, int]]:
-    """Return for each canary run the number of tokens before it and its last position.
+    """Return for each canary run the number of tokens before the run, and the run's last position.
 
     If layers keep a state, runs begin after the `prefix_tokens` reused tokens, because states before are not known. A
     further run is then the last token alone, from the state that the index stores before this token. In a longer run,
@@ -333,8 +333,8 @@ def compare_state(
 ) -> None:
     """Check a stored state before a build reuses it: compare stored keys and values with those computed from the state.
 
-    The largest distance of a token in any layer counts. In an int8 index it is the largest of the layers' medians over
-    tokens, because rounding may route a token to another expert.
+    The largest distance of a token in any layer counts. In an int8 index the largest of the layers' medians over tokens
+    counts instead, because rounding may route a token to another expert.
 
     Args:
         before: number of tokens before the state.

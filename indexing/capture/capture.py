@@ -39,7 +39,8 @@ class ContextLayer(RowLayer):
             self._prefix = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
-        """Return the rows unchanged. A model may compute keys and values from them, which `appended` then stores."""
+        """Return the rows unchanged. A model may compute its keys and values from these rows before it attends;
+        `appended` stores the rows that are attended to."""
         return key_states, value_states
 
     def appended(self, call: AttentionCall) -> AttentionCall:

@@ -1,4 +1,4 @@
-"""Run one of the other ranks of a distributed build, which carries out the first rank's requests."""
+"""Run a rank of a distributed build other than the first: the rank carries out the first rank's requests."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInp
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries over which one calibrated prefill lookup averages its scores
-REPORTED_KEEP = 0.05  # share of tokens whose threshold the manifest compares with held-out queries
+REPORTED_KEEP = 0.05  # share of tokens; the manifest records what this share's threshold keeps on held-out queries
 
 
 @indexers.register("squeezed")
