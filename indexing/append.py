@@ -114,7 +114,7 @@ class Addition:
     Args:
         chat: the text that the model's chat template puts around the longer document and a question; None without a
             chat template.
-        special_tokens: special tokens in the text kept their meaning.
+        special_tokens: whether special tokens in the text kept their meaning.
         plain: special tokens that were read as plain text, with their counts.
         border: the end of the longer prompt's text, on which the first tokens of a question depend.
     """
@@ -139,7 +139,7 @@ def encode_addition(
 
     Args:
         chat, border: the chat frame and the border of the index's prompt.
-        special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
+        special_tokens: whether special tokens in the text keep their meaning; otherwise they are plain text.
 
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.
@@ -204,8 +204,8 @@ def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
 
     After a dense prefill these are the methods with `learns`: codebooks that were learned from a shorter text fit a
     longer text worse. They are built again when the text's length reaches 1.25, 1.56, 1.95, ... times its first length.
-    After a sparse prefill these are all methods that can append: the last chunk is prefilled again, which changes rows
-    from which their tensors were built.
+    After a sparse prefill these are all methods that can append: the last chunk is prefilled again, and so rows change
+    from which these methods' tensors were built.
     """
     if not manifest.prefill.exact:
         return online_methods(manifest)

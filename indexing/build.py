@@ -253,7 +253,7 @@ def _additions(build: Build) -> list[AdditionRecord]:
 
 
 def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
-    """Seal the index with a manifest, or keep the finished manifest if it has the same content."""
+    """Seal the index with a manifest, or keep the finished manifest if both say the same."""
     if writer.base and _says_the_same(writer.base, manifest):
         writer.leave_as_it_was()
         return writer.base
@@ -360,7 +360,10 @@ class Builder:
         return {"queries": self.queries} if own and own != self.queries else {}
 
     def check(self, prompt: FixedPrompt) -> None:
-        """Raise UsageError if the prompt is too short for sinks and tail, or too long for the model."""
+        """Raise UsageError if the prompt is too short for sinks and tail, or too long for the model.
+
+        Also raises the errors of `BuildPlan`.
+        """
         BuildPlan(self.loaded, prompt, self.config).split()
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:

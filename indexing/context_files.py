@@ -36,9 +36,9 @@ def storing_error(
 ) -> float:
     """Compute the relative error of dense attention over int8 rows against dense attention over the unquantised rows.
 
-    With outputs o, it is the mean of |o_stored - o_exact| / |o_exact| over queries and heads, which reports call the
-    output error. Allocates 256 MB of logits a few times over, the layer's dequantised rows, and the rows of the current
-    heads in float32.
+    With outputs o, the error is the mean of |o_stored - o_exact| / |o_exact| over queries and heads. Reports name it
+    the output error. Allocates 256 MB of logits a few times over, the layer's dequantised rows, and the rows of the
+    current heads in float32.
 
     Args:
         queries: [Hq, R, D], queries of the prompt's last R tokens.
@@ -186,7 +186,7 @@ class ContextFiles:
     errors: list[float] = field(default_factory=list)
 
     def write(self, layer: int, rows: Pair, queries: Tensors, facts: LayerFacts) -> None:
-        """Write a layer's missing files. Measure the error of int8 storage unless rows are taken over.
+        """Write a layer's missing files. For int8 storage, also measure its error, unless rows are taken over.
 
         Args:
             rows: keys and values [Hk, N, D].

@@ -82,7 +82,7 @@ def _begun(build: Build, shared: SharedRows, names: list[str]) -> bool:
 def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
     """Write the files of the context (keys, values, queries, states) that are not reused; return the context's facts.
 
-    The prefill runs only if a file is missing.
+    The prefill runs unless the whole context is reused (`ReusePlan.is_complete`).
 
     Raises:
         SparsekvError: the model cannot be indexed; or keys, values, queries or logits are not finite; or the model's
@@ -100,9 +100,9 @@ def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
     """Add a canary to the facts of a reused context, if an earlier version of sparsekv wrote them without one.
 
     The canary has the model's top logits at a few tokens inside the document. The probe has those at the last prompt
-    token, and is computed again with the canary. Facts stay unchanged if a canary cannot be computed: the model keeps
-    states, its RoPE depends on the prompt's length, or several processes share the model, which hold no rows of a
-    reused context.
+    token, and is computed again with the canary. Facts stay unchanged if a canary cannot be computed. This is so if the
+    model keeps states, if the RoPE depends on the prompt's length, or if several processes share the model, because the
+    other processes hold no rows of a reused context.
 
     Raises:
         SparsekvError: the model's own attention over the stored rows differs from sparsekv's.
@@ -219,9 +219,10 @@ class ContextStage:
         return hash_json(["prefill", self.reuse.sample_recipe, self.reuse.prefix_tokens])
 
     def _begun(self) -> BegunPrefill | None:
-        """Return the chunks that an interrupted build has prefilled, or None; from now on, store this build's chunks.
+        """Return the chunks that an interrupted build has prefilled, or None.
 
-        Chunks of another prompt or of other settings, and damaged chunks, are removed.
+        Chunks of another prompt or of other settings, and damaged chunks, are removed. From now on, the writer stores
+        this build's chunks if `_kept_recipe` is not None.
         """
         writer, note, recipe, begun = self.writer, self.writer.kept_note, self._kept_recipe, None
         if note is not None and note.recipe == recipe and note.ends[-1] < len(self.input_ids):
@@ -342,7 +343,7 @@ class ContextStage:
         """Compute the canary and the probe by the model's own attention over the rows as the index stores them.
 
         Raises:
-            SparsekvError: sparsekv's attention over these rows gives other logits.
+            SparsekvError: sparsekv's attention over these rows gives other logits, or logits are not finite.
         """
         kv_dtype = self.plan.config.kv_dtype
         self.build.team.begin(RunCanary(self.input_ids, kv_dtype))

@@ -167,7 +167,7 @@ def _changed_files(build: Build, base: Manifest) -> str:
 
 
 def tell_damaged(build: Build) -> None:
-    """Report the files of the existing index that were found missing or damaged."""
+    """Report the files of the existing index that were found missing or damaged since the last report."""
     if damaged := build.writer.newly_damaged():
         more = f" and {len(damaged) - 1:,} more" if len(damaged) > 1 else ""
         are = "are" if more else "is"
@@ -175,7 +175,10 @@ def tell_damaged(build: Build) -> None:
 
 
 def _other_settings(build: Build, base: Manifest) -> list[str]:
-    """List options of an index that differ from the build and change keys and values; model and text are left out."""
+    """List the index's options that determine the files of a context and that differ from the build's.
+
+    Model and text are left out.
+    """
     plan, stored = build.plan, None if base.kv_storage is None else base.kv_storage.dtype
     before = _settings(base.split, base.dtype, base.prefill, stored)
     now = _settings(build.split, plan.dtype, plan.prefill_record, plan.config.kv_dtype)
@@ -205,7 +208,10 @@ def _other_prompt(build: Build, base: Manifest) -> list[str]:
 
 
 def first_difference(before: str, after: str) -> tuple[str, str]:
-    """Return the first pair of lines in which two texts differ. A line that a text lacks is empty."""
+    """Return the first pair of lines in which two texts differ. A line that a text lacks is empty.
+
+    Both lines are empty if the texts have the same lines.
+    """
     pairs = zip_longest(before.splitlines(), after.splitlines(), fillvalue="")
     return next(((one, other) for one, other in pairs if one != other), ("", ""))
 
@@ -230,8 +236,8 @@ def with_lost_methods(build: Build) -> Build:
 
     A build that replaces keys and values would lose all methods of the index. A build that keeps keys and values would
     lose the methods with a missing file. All methods of an index share one sample of queries. So a build whose own
-    methods need a sample would also lose the methods that were built from the old one. Methods that are not installed
-    are not added.
+    methods need a sample would also lose the methods that were built from the old sample. Methods that are not
+    installed are not added, and nothing is added with `force` or in an append.
 
     Raises:
         ArtifactError: this version cannot build one of the methods with its old parameters.
@@ -257,7 +263,7 @@ def with_lost_methods(build: Build) -> Build:
 def _with(build: Build, names: list[str], base: Manifest) -> Build:
     """Add an index's methods, with their parameters, to a build.
 
-    Raises ArtifactError if this version cannot build one of them.
+    Raises ArtifactError if this version cannot build one of these methods.
     """
     try:
         others = {name: indexer_of(indexers()[name], base.methods[name].parameters) for name in names}

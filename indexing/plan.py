@@ -146,7 +146,7 @@ def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill,
     The result of a sparse prefill depends on the chunk size, so its default is the same on all devices.
 
     Args:
-        ranks: the number of devices that share the model; each computes a share of every token.
+        ranks: the number of devices that share the model; each computes a part of the work for every token.
     """
     if asked is not None:
         return asked
@@ -163,7 +163,7 @@ class BuildConfig:
         methods: indexers with their parameters, by name.
         prefill: the attention of a prefill's chunks.
         sinks, tail: numbers of first and last prompt tokens, which are always attended and never indexed.
-        chunk_size: tokens per forward pass; None for as many as keep the device busy.
+        chunk_size: tokens per forward pass; None for the default of `choose_chunk_size`.
         kv_dtype: storage dtype of keys and values; None for the model's dtype.
         rope_scaling: the RoPE scaling of the model, which the manifest records.
         checkpoints: layer states are stored after each `checkpoints` blocks of 256 tokens. None: as often as in the
@@ -283,8 +283,8 @@ class BuildPlan:
     """All inputs that determine the content of an index: model, prompt and settings.
 
     Raises:
-        UsageError: the model or its RoPE cannot be indexed, a method cannot be built for its heads, or its layers do
-            not allow the prefill or `checkpoints`.
+        UsageError: the model cannot be indexed, a method cannot be built for the model's heads, or the model's layers
+            or RoPE do not allow the prefill or `checkpoints`.
     """
 
     loaded: LoadedModel
@@ -476,7 +476,7 @@ LAYERS_AT_ONCE = AHEAD + 2
 """Layers whose rows may be in memory while a method is built: the prefetched layers, the current layer, and the
 previous one, which may still be in use."""
 METHODS_SHARE = 10
-"""The methods' tensors of a layer take about one tenth of the memory of its keys and values."""
+"""A layer's keys and values take about this many times the memory of the methods' tensors of the layer."""
 REMEDY = "index fewer tokens, or build the index with `sparsekv --gpus N build-index`, over several GPUs"
 
 

@@ -1,4 +1,4 @@
-"""Decide, before the model runs, which rows and files of the earlier index in its folder a build reuses.
+"""Decide, before the model runs, which rows and files a build reuses of the earlier index in the build's folder.
 
 A file is reused if its recipe, the hash of all inputs that determine its content, is the same, and its checksum is
 right. If a file of the context cannot be reused, both prompts may still begin with the same tokens. Then the rows of
@@ -88,8 +88,9 @@ def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
 def shared_prefix(build: Build, positions: torch.Tensor, missing: AbstractSet[str]) -> int:
     """Return the number of leading tokens whose rows are taken from the index in the folder instead of a prefill.
 
-    The index must have these rows from the same model, dtype and prefill. If layers keep a state, the prefix ends at a
-    number of tokens after which the index stores the state.
+    It is 0 with `force`, if several processes share the model, if the index is damaged or does not fit (`_fits`), or if
+    its int8 scales were measured on too few tokens (LEAST_SHARE). If layers keep a state, the prefix ends at a number
+    of tokens after which the index stores the state.
 
     Args:
         positions: [P], ascending, positions of the query sample. A query that the index lacks is usually computed from
@@ -125,7 +126,10 @@ def shared_prefix(build: Build, positions: torch.Tensor, missing: AbstractSet[st
 
 
 def shared_tokens(earlier: EarlierIndex, input_ids: torch.Tensor) -> int:
-    """Return the number of first tokens that an index and a prompt [N] have in common; 0 if its tokens are damaged."""
+    """Return the number of first tokens that an index and a prompt [N] have in common.
+
+    It is 0 if the file of the index's tokens is damaged.
+    """
     if not earlier.are_whole([TOKENS]):
         return 0
     stored = earlier.read(TOKENS)["input_ids"].cpu()

@@ -21,9 +21,9 @@ class BashLine:
     """The words of a bash command line without their quotes. The last word is incomplete.
 
     Attributes:
-        quote: the quotation mark that is still open in the last word.
-        replaced: number of characters of the last word that stay. bash replaces the text after the last `=` or `:`, or
-            after an open quote.
+        quote: the quotation mark that is still open in the last word; empty if there is none.
+        replaced: number of leading characters of the last word that stay. bash replaces only the text after the last
+            opening quotation mark, or after the last unquoted `=` or `:` that is in `$COMP_WORDBREAKS`.
     """
 
     words: list[str]
@@ -31,9 +31,9 @@ class BashLine:
     replaced: int
 
     def insertion(self, word: str) -> str | None:
-        """Return the text that replaces the end of the incomplete word in bash.
+        """Return the text that replaces the end of the incomplete word in bash, so that the word becomes `word`.
 
-        None if the word has a character that the open quote does not allow.
+        None if this text has a character that the open quote does not allow.
         """
         rest = word[self.replaced :]
         if self.quote:
@@ -138,7 +138,8 @@ class Candidates:
     """Candidates for the incomplete word, each with a description.
 
     Attributes:
-        files: `file` or `folder` if the word may also be a path. The shell then completes the path itself.
+        files: `file` or `folder` if the word may also be a path, which the shell then completes itself; otherwise
+            empty.
     """
 
     words: dict[str, str] = field(default_factory=dict)
@@ -216,10 +217,10 @@ class _Line:
         return found
 
     def _options(self, incomplete: str) -> dict[str, str]:
-        """Return the long options that begin with `incomplete`, or a short option that is already complete.
+        """Return the long options that begin with `incomplete`, or a short option that equals it, with descriptions.
 
-        If the line names methods, options of other methods are left out. An option that is on the line and takes one
-        value is also left out.
+        If the line names methods, and not `all`, options of other methods are left out. An option that is already on
+        the line is also left out, unless it is repeatable.
         """
         shown = [one for one in self.command.options if self._possible(one)]
         found = {name: one.help for one in shown for name in one.names if name.startswith(incomplete)}
@@ -245,9 +246,10 @@ def _values(option: KnownOption, incomplete: str, before: str = "") -> Candidate
 
 
 def _indices(incomplete: str) -> list[str]:
-    """Return the matching indices, and then other matching folders with a slash, because they may contain indices.
+    """Return the folders whose path begins with `incomplete`: first those that end in `.skv`, then the others.
 
-    Names with unprintable characters are left out. Hidden folders are left out if the last part of the path is empty.
+    The others get a slash at the end, because they may contain indices. Names with unprintable characters are left out.
+    Hidden folders are left out if the last part of `incomplete` is empty.
     """
     head, slash, tail = incomplete.rpartition("/")
     folders = (entry.name for entry in os.scandir(os.path.expanduser(head) or slash or ".") if entry.is_dir())

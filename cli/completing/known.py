@@ -68,8 +68,8 @@ def remember(program: KnownCommand) -> None:
 
 
 def _installed() -> list[Any]:
-    """Return the modification times of the program's files and of the folders of installed packages, which may add
-    methods."""
+    """Return the modification times, with paths, of the Python files in the folders of `_DECIDE`, and of the folders of
+    installed packages, because a package may add methods."""
     files = sorted(path for folder in _DECIDE for path in _files(_PACKAGE / folder))
     packages = [path for path in sys.path if path.endswith("-packages") and os.path.isdir(path)]
     return [[path, os.stat(path).st_mtime_ns] for path in (*files, *packages)]

@@ -39,7 +39,8 @@ def _known(names: list[str], parameter: Any, kind: Any, ctx: Any) -> KnownOption
 
 
 def _value(parameter: Any, kind: Any, ctx: Any) -> tuple[str, list[str]]:
-    """Return the kind of an option's value, and its possible values from its metavar or completion function."""
+    """Return the kind of a parameter's value, as in `KnownOption`, and the values that the parameter's metavar and
+    completion function list."""
     metavar = parameter.metavar or ""
     choices = [part for part in metavar.split("|") if _LITERAL.fullmatch(part)]
     choices += [str(item.value) for item in parameter.shell_complete(ctx, "") if item.type == "plain"]

@@ -47,7 +47,7 @@ def project_file() -> ProjectFile | None:
     or the root.
 
     Raises:
-        UsageError: the file cannot be read, or is not valid TOML.
+        UsageError: the file is not a regular file, cannot be read, is larger than MOST_BYTES, or is not valid TOML.
     """
     path = _find()
     return None if path is None else _parse(path, _read(path))
@@ -111,8 +111,8 @@ def _names(dotted: str) -> tuple[str, ...]:
 
 
 CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices", "reset", "ray", "host", "cors")
-"""Options that a file may not set, so that the user must give them in each call. They decide which files are written or
-replaced, which programs are trusted (a Ray cluster), or who may send requests to a server."""
+"""Options that `sparsekv.toml` may not set, so that the user must give them in each call. They decide which files are
+written or replaced, which programs are trusted (a Ray cluster), or who may send requests to a server."""
 _NAMES_A_FILE = re.compile(r"FILE|FOLDER|\.skv")
 _TAKES = {
     bool: "true or false",
@@ -130,7 +130,10 @@ def long_name(option: Any) -> str:
 
 
 def kinds_of(command: Any) -> dict[str, Any]:
-    """Return the type of each parameter in the command's signature, by name. The type of a list is its element type."""
+    """Return the type of each parameter in the command's signature, by name.
+
+    For a list it is the type of the elements, and for `T | None` it is T.
+    """
     signature = inspect.signature(command.callback)
     return {name: _kind(parameter.annotation) for name, parameter in signature.parameters.items()}
 
@@ -144,7 +147,8 @@ def _kind(annotation: Any) -> Any:
 
 
 def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
-    """Raise UsageError for an option that a file may not set: an option that names a file, or one of CALLS_OWN."""
+    """Raise UsageError for an option that `sparsekv.toml` may not set: one of CALLS_OWN, or an option that names a file
+    or folder. Only `--index` is allowed although it names a folder."""
     name = long_name(option)
     if name == "index":
         return
@@ -158,7 +162,10 @@ def refuse_calls_own(option: Any, kind: Any, where: str) -> None:
 
 
 def typed(option: Any, kind: Any, value: Any, where: str) -> Any:
-    """Convert a value of `sparsekv.toml` to the option's type. For a repeatable option, a single value becomes a list.
+    """Return a value of `sparsekv.toml` as an option's default.
+
+    It is a boolean or number if the option has this type, otherwise text. For a repeatable option, a single value
+    becomes a list.
 
     Raises:
         UsageError: the value has another type, or no command can use it.
@@ -238,8 +245,8 @@ class OptionDefaults:
 
 
 def check_tables(file: ProjectFile, commands: Iterable[str]) -> None:
-    """Raise UsageError for a table that names no command, or for a top-level key that is not a valid default of all
-    commands."""
+    """Raise UsageError for a table that names no command, and for a top-level key that is not in SHARED or that has a
+    value other than text."""
     commands = [*commands]
     for key, value in file.tables.items():
         if isinstance(value, dict) and key not in commands:

@@ -35,7 +35,8 @@ ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }
 """Options with a value that makes other options meaningless. The other options are listed by name or by help panel. If
-the command line sets such a value, the file's defaults for the other options are ignored."""
+the command line sets such a value, the file's defaults for the other options are ignored, except an option that a chat
+may use later (`_counts_later`)."""
 NAMING_METHODS = ("method", "prefill", "question-prefill")
 _TELLING = 3
 """Minimum number of characters of a value that identifies its option in an error message."""
@@ -86,8 +87,8 @@ class Command(GroupedCommand):
 
     @contextmanager
     def _naming_sources(self, ctx: Any) -> Iterator[None]:
-        """Within the context, add a note to each error that mentions an option or its value. The note names the
-        environment variable, or the line of `sparsekv.toml`, that set the value."""
+        """Within the context, add a note to an error for each option that its message mentions, by name or by value, if
+        the environment or `sparsekv.toml` set the option. The note names the variable, or the file and line."""
         try:
             yield
         except Exception as error:
@@ -121,7 +122,10 @@ def _counts_later(ctx: Any, option: str) -> bool:
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
-    """Ignore values of `sparsekv.toml` for options that belong only to methods that no source has chosen."""
+    """Ignore values of `sparsekv.toml` for options that belong only to methods that are not chosen.
+
+    Does nothing if `--method` is not set, or if `all` is chosen.
+    """
     chosen: set[str] = set()
     for name in NAMING_METHODS:
         value = ctx.params.get(name.replace("-", "_")) or []
@@ -159,7 +163,8 @@ def _refuse_unnamed_model(name: str, origin: str) -> None:
 
 
 def _texts(ctx: Any, option: Any, source: str) -> list[str]:
-    """Return an option's values as text; empty for a flag."""
+    """Return, as text, the values that an environment variable sets for an option if `source` is ENVIRONMENT; otherwise
+    those that `sparsekv.toml` sets. Empty for a flag."""
     value = option.resolve_envvar_value(ctx) if source == "ENVIRONMENT" else ctx.lookup_default(option.name)
     values = value if isinstance(value, list) else [value]
     return [str(one) for one in values if one is not None and not isinstance(one, bool)]
@@ -171,11 +176,12 @@ def _mentions(message: str, name: str, values: list[str]) -> bool:
 
 
 def apply_defaults(ctx: Any, name: str, command: Any, commands: Iterable[str]) -> None:
-    """Set the defaults of `sparsekv.toml` in a command's context, and record the line of each for error messages. For
-    a command without options, the file is not read.
+    """Set the defaults of `sparsekv.toml` for a command, and record the line of each default for error messages. For a
+    command without options, the file is not read.
 
     Args:
-        ctx: the context of the command group.
+        ctx: the context of the command group, which gets the defaults and lines.
+        name: the command's name; for a group, the defaults of all its commands are set.
         commands: names of all commands, which are the allowed names of the file's tables.
 
     Raises:
@@ -207,8 +213,8 @@ def leaf_commands(path: tuple[str, ...], command: Any) -> Iterable[tuple[tuple[s
 
 
 def table_of(file: ProjectFile, path: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> Mapping[str, Any]:
-    """Return the file's table for a command; empty if there is none. Raises UsageError if a table on the path has a
-    key that is no command, or if a table on the path is a plain value."""
+    """Return the file's table for a command; empty if there is none. Raises UsageError if the table of a group on the
+    path has a key that is no command, or if a name on the path has a value that is no table."""
     table: dict[str, Any] = file.tables
     for depth, part in enumerate(path):
         inside = {other[depth] for other in known if other[:depth] == path[:depth]}
@@ -230,9 +236,9 @@ class SetDefault:
 
     Attributes:
         command: the command of the option; None for all commands.
-        file, line: where the file sets the value.
-        variable: the environment variable that sets the value.
-        used: whether the value has an effect. False if an environment variable outranks the value.
+        file, line: where the file sets the value; None for a variable, and `line` is None if it is not known.
+        variable: the environment variable that sets the value; None for a file.
+        used: False if an environment variable outranks a value of the file.
     """
 
     command: str | None

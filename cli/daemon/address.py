@@ -17,8 +17,8 @@ REMEDY = f"name another place in {VARIABLE}"
 def socket_path() -> str | None:
     """Return the path of the server's socket; None if the user has turned servers off.
 
-    A path in SPARSEKV_SERVER may be relative. By default the socket is in $XDG_RUNTIME_DIR, or if that is no folder, in
-    the user's cache folder.
+    The path is that of SPARSEKV_SERVER, which may be relative. By default the socket is below $XDG_RUNTIME_DIR, or
+    below the user's cache folder if that variable is not an absolute path of a folder.
     """
     named = os.environ.get(VARIABLE)
     if named:

@@ -51,7 +51,12 @@ def _place(received: list[int], numbers: list[int]) -> None:
 
 
 def _opened(number: int, described: dict[str, Any] | None) -> Any:
-    """Open a standard stream as Python opens it when an interpreter starts."""
+    """Open a standard stream as Python opens it when an interpreter starts; None if the client has closed it.
+
+    Args:
+        number: the stream's descriptor: 0, 1 or 2.
+        described: the encoding and buffering of the client's stream; None if the client has closed it.
+    """
     if described is None:
         return None
     mode = MODES[number]

@@ -1,4 +1,4 @@
-"""Client of the user's server. A server that is running runs the command of this process in a fork."""
+"""Client of the user's server: if a server may run the command of this process, a fork of the server runs it."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Comparison of the server with the client, the process that the shell started for a command.
 
-A fork of the server cannot change the facts that are compared here, such as Python's options and resource limits. A
-command runs in a fork only if all these facts are equal in both processes. Otherwise its result could differ.
+A fork of the server does not take over the compared facts, such as Python's options and resource limits, from the
+client. A command runs in a fork only if all these facts are equal in both processes. Otherwise its result could differ.
 """
 
 import os
@@ -80,7 +80,8 @@ def likeness() -> dict[str, Any]:
 
 
 def differing(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Return the name of the first fact that differs; None if all are equal."""
+    """Return the name of the first fact that differs, with the differing keys if the fact is a dict; None if all are
+    equal."""
     for name, value in mine.items():
         other = theirs.get(name)
         if value == other:

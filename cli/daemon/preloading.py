@@ -58,7 +58,8 @@ class Preloaded:
     """The server's imported files and open indices.
 
     Attributes:
-        files: state of each imported file and of each folder of modules at the import, by path.
+        files: state at the import, by path, of each folder on Python's path and of each imported file outside the
+            folders of installed packages.
         indices: description of each open index, by folder.
         threads: torch's number of threads for commands.
     """
@@ -84,14 +85,14 @@ class Preloaded:
             yield from map_pages(model.parameters())
 
     def described(self) -> list[str]:
-        """Describe the open indices. Commands do not use an index from memory if its files have changed."""
+        """Describe the open indices, and mark those whose files have changed, which commands open anew."""
         from sparsekv.runtime.decoding.kept import kept_indices
 
         anew = "; changed since, so commands open it anew"
         return [f"{told}{anew * kept_indices.is_stale(folder, None)}" for folder, told in self.indices.items()]
 
     def changed(self) -> str:
-        """Return the path of a file or of a folder of packages that has changed since the import; "" if none has."""
+        """Return a path of `files` whose state has changed since the import; "" if there is none."""
         return next((path for path, seen in self.files.items() if look(path) != seen), "")
 
 
@@ -144,9 +145,10 @@ def _installed(path: str) -> bool:
 
 
 def _open(folder: Path, threads: int) -> str:
-    """Open an index for later forks, and return a description of the index.
+    """Open an index with its model for later forks, and return a description of the index.
 
-    No model is loaded on a machine with a GPU, because a process that has used CUDA cannot be forked.
+    On a machine with a GPU the index is only checked, and no model is loaded, because a process that has used CUDA
+    cannot be forked.
     """
     import transformers
 
@@ -166,7 +168,7 @@ def _open(folder: Path, threads: int) -> str:
 def _check(folder: Path, threads: int) -> None:
     """Open an index in a fork, which also checks that the model gives the logits that the index stores (the probe).
 
-    The fork may use all cores. If it fails, this process ends.
+    The fork computes with `threads` threads. If the fork fails, it prints the error, and this process ends.
     """
     child = os.fork()
     if child == 0:

@@ -14,12 +14,12 @@ PATIENCE = 10.0  # seconds to wait for a server's answer, and for its end
 
 
 def status(path: str) -> dict[str, Any] | None:
-    """Return the status of the server at a path; None if there is no server."""
+    """Return the status of the server at a path; None if no server of this user answers there."""
     return _answer(path, "status")
 
 
 def stop(path: str) -> bool:
-    """End the server at a path; commands that it runs go on. Returns whether there was a server.
+    """End the server at a path; commands that it runs go on. Returns whether a server answered.
 
     Raises:
         SparsekvError: the server does not end.

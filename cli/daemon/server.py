@@ -43,13 +43,14 @@ PAUSE = 0.1  # seconds until the next fork after a spare watcher was killed
 
 
 def serve(path: str, idle: float, indices: list[str]) -> None:
-    """Serve commands until SIGTERM, or until no command came for `idle` seconds.
+    """Serve commands until SIGTERM, or until no request came for `idle` seconds.
 
-    Returns only in the process of a command, which must then run `sys.argv`.
+    Returns only in the process of a command, which must then run `sys.argv`. Ends this process if the model of one of
+    the `indices` cannot be used.
 
     Raises:
-        SparsekvError: the socket's path is occupied or cannot be used, another server holds the lock, or imported
-            modules have threads.
+        SparsekvError: the socket's path is occupied or cannot be used, another server holds the lock, an index cannot
+            be opened, or imported modules have started threads.
     """
     with _only_server(path):
         own, environment, files = likeness(), dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -70,7 +71,7 @@ def _refuse_threads() -> None:
     """Raise SparsekvError if this process has threads that a fork would lose.
 
     OpenBLAS starts threads when numpy is imported, ends them before each fork, and starts them again when they are
-    needed.
+    needed. So a fork is made before the threads are counted.
     """
     child = os.fork()
     if child == 0:
@@ -257,7 +258,14 @@ def _spare(server: _Server, take: int) -> Request:
 
 
 def _wait_for_request(watcher: socket.socket, pid: int, preloaded: Preloaded) -> Request:
-    """Wait in a watcher's child, in a new process group, until the watcher passes a request on; return the request."""
+    """Wait in a watcher's child, in a new process group, until the watcher passes a request on; return the request.
+
+    Meanwhile the child warms up. The child ends if the watcher ends without a request for a command.
+
+    Args:
+        watcher: the connection to the watcher.
+        pid: the watcher's process id.
+    """
     os.setpgid(0, 0)
     _end_with_parent(pid, signal.SIGKILL)
     with watcher:
@@ -271,7 +279,7 @@ def _wait_for_request(watcher: socket.socket, pid: int, preloaded: Preloaded) ->
 
 
 def _watch(server: _Server, connection: socket.socket, own: socket.socket, child: int) -> None:
-    """Answer a request; a command runs in the child."""
+    """Answer a request; a command that is accepted runs in the child. Another user's request is not answered."""
     connection.settimeout(PATIENCE)
     if not is_own_peer(connection):
         return
@@ -305,7 +313,10 @@ def _accept(server: _Server, connection: socket.socket, request: dict[str, Any])
 
 
 def _end_with_parent(parent: int, number: int) -> None:
-    """Let the kernel send signal `number` to this process when its parent ends; 0: no signal."""
+    """Let the kernel send signal `number` to this process when its parent process ends; 0: no signal.
+
+    Ends this process if the parent, whose process id is `parent`, has already ended.
+    """
     ctypes.CDLL(None).prctl(_PARENT_DIED, number)
     if number and os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
@@ -348,7 +359,10 @@ class _Watcher:
         return bool(numbers)
 
     def _told(self) -> bool:
-        """Report to the client how the child has stopped or ended since the last call. Returns whether it has ended."""
+        """Report to the client how the child has stopped or ended since the last call.
+
+        Returns whether the child has ended.
+        """
         while True:
             child, status = os.waitpid(self.child, os.WNOHANG | os.WUNTRACED)
             if not child:

@@ -34,7 +34,11 @@ READS_TERMINAL = "chat"
 
 
 def run_by(path: str) -> None:
-    """Let the server at `path` run the command. Returns if the server does not answer or may not run this command."""
+    """Let the server at `path` run the command, and end as the command ends.
+
+    Returns if the server does not answer or refuses the command. Also returns, without asking the server, if this
+    process is in the background or has too many open descriptors.
+    """
     if _in_background():
         return
     descriptors = _inherited()
@@ -157,7 +161,10 @@ def _in_background() -> bool:
 
 
 def _wait(connection: socket.socket, passing: _Passing) -> NoReturn:
-    """Stop when the command stops; end with the command's exit code or signal."""
+    """Stop when the command stops; end with the command's exit code or signal.
+
+    If the connection ends first, print an error and end with exit code 1.
+    """
     while True:
         try:
             told = connection.recv(2, socket.MSG_WAITALL)

@@ -24,7 +24,9 @@ _stderr = -1
 
 
 def enter(place: Place) -> None:
-    """Set up this process as a rank. The rank ends if the launcher dies. Output of all but the first rank is discarded.
+    """Set up this process as a rank. Output of all but the first rank is discarded.
+
+    A rank that `--gpus` has started ends if the launcher dies.
 
     Raises:
         UsageError: the command runs only as one process.
@@ -44,7 +46,10 @@ def enter(place: Place) -> None:
 
 
 def fail_as_rank(place: Place, error: BaseException, command: str, *, debug: bool) -> NoReturn:
-    """End this process with an error, and print the error if no other rank has printed one."""
+    """End this process with the exit code of an error, and print the error if no other rank has printed one.
+
+    The loss of another rank is not printed if `--gpus` has started the ranks, because the launcher reports it.
+    """
     from sparsekv.formats.distributed.group import is_first_to_tell, is_lost_rank
 
     lost = is_lost_rank(list(causes(error)))
@@ -84,7 +89,10 @@ def join_ranks(device: str) -> "Ranks | None":
 
 
 def refuse_with_ranks(given: Mapping[str, object]) -> None:
-    """Raise UsageError for the first of these options that the user has set. They need a single process."""
+    """Raise UsageError for the first of these options, given with their values, that the user has set.
+
+    Only ranks call this function. The options work only in a single process.
+    """
     for option, value in given.items():
         if value:
             raise UsageError(

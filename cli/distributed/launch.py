@@ -104,7 +104,7 @@ class _End:
 
 @contextmanager
 def _ends() -> Iterator[_End]:
-    """Record Ctrl-C and SIGTERM within the context.
+    """Record Ctrl-C and SIGTERM within the context, unless they are ignored.
 
     A terminal sends Ctrl-C also to the ranks. The first rank then reports which results are kept.
     """
@@ -123,7 +123,8 @@ def _ends() -> Iterator[_End]:
 def _wait(ranks: Sequence[Rank], end: _End) -> int | None:
     """Wait for the ranks, and return the number of the first rank that failed, or None.
 
-    After a failure the other ranks get `GRACE` seconds to end by themselves.
+    After a failure or Ctrl-C, ranks get `GRACE` seconds to end by themselves; after SIGTERM they get no time. So some
+    ranks may still run when the function returns.
     """
     failed, deadline, passed_on = None, float("inf"), False
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < min(deadline, end.asked + GRACE):
@@ -173,13 +174,14 @@ def refuse_other_commands(arguments: Sequence[str]) -> None:
 
 
 def _start_processes(size: int | None) -> int | None:
-    """Run the command as ranks, and exit with their exit code.
+    """Run the command as ranks, and exit with the exit code of `run_ranks`.
 
-    Without ranks (`size` is None or 1), and for help, return `size` and do nothing.
+    Without ranks (`size` is None or 1), for help, and without a command, return `size` and do nothing else.
 
     Raises:
         UsageError: this process is itself a rank, the command runs only as one process, or the machine has too few
             cores.
+        SparsekvError: as `run_ranks`.
     """
     if size is None or size == 1:
         return size

@@ -48,9 +48,10 @@ QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
 
 
 def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
-    """Return the named methods, or without names, all methods whose index can be built.
+    """Return the named methods; without names or with `all`, every method but those whose index cannot be built.
 
-    `dense` is left out, because dense attention always runs. Raises the errors of `choose_methods`.
+    `dense` is left out, because dense attention always runs. With `dense` as the only name, the result is empty. Raises
+    the errors of `choose_methods`.
     """
     others = [name for name in names if name != DENSE]
     if names and not others:
@@ -195,7 +196,8 @@ class EvalOptions:
     work: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Folder for answers and indices. Default: DOC's name with the ending .eval."
+            metavar="FOLDER",
+            help="Folder for answers and indices. Default: the name of DOC or --data with the ending .eval.",
         ),
     ] = None
     keep_indices: Annotated[
@@ -205,7 +207,8 @@ class EvalOptions:
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.png", help="Plot scores against the kv fraction, and needles also by length and depth."
+            metavar="FILE.png",
+            help="Plot scores against the kv fraction; for tasks with a depth, also by length and depth.",
         ),
     ] = None
     html: HtmlOption = None
@@ -224,7 +227,12 @@ class EvalOptions:
     parameters: dict[str, Any]
 
     def check(self) -> None:
-        """Raise UsageError for options that exclude each other, and for files that cannot be written."""
+        """Check the options and the names of the output files, before anything is loaded.
+
+        Raises:
+            UsageError: options contradict each other, or the name of an output file or of a Ray cluster is not valid.
+            SparsekvError: a file of this name exists, and is no such output of sparsekv.
+        """
         self.format.check()
         check_ray(self.ray, self.workers)
         refuse_unwritable_plot(self.plot)

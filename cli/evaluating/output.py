@@ -85,8 +85,10 @@ def print_rows(rows: Sequence[Score], cells: Sequence[Cell], about: dict[str, An
 
 
 def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
-    """Print a note if there are fewer than FEW_CONTEXTS contexts. The confidence intervals are then too narrow, and one
-    question has none."""
+    """Print a note if a row is of fewer than FEW_CONTEXTS contexts.
+
+    The row's confidence interval is then too narrow. A row of one question has no interval.
+    """
     fewest = min(rows, key=lambda row: row.contexts)
     if fewest.contexts < FEW_CONTEXTS:
         why = "are too narrow: other contexts would differ by more" if fewest.questions > 1 else "are unknown"

@@ -1,4 +1,4 @@
-"""Plot an evaluation: scores against the KV fraction, and scores of needles by length and depth."""
+"""Plot an evaluation: scores against the KV fraction, and scores of tasks with a depth by length and depth."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +16,11 @@ Line = tuple[str, str, str]
 
 
 def plot_scores(rows: Sequence[Score], cells: Sequence[Cell], title: str, path: Path) -> None:
-    """Plot scores, one panel per task and length. A method is a line with confidence intervals. Dense attention is a
-    dashed line with its interval as a band. Scores of single turns are left out.
+    """Plot scores against the KV fraction, one panel for each task, length and metric.
 
-    Below the scores, `cells` are drawn as maps of length by depth, one for each task, method, budget and prefill.
+    A line has the scores of a method's variant after one prefill, with confidence intervals. Dense attention is a
+    dashed line with its interval as a band. Scores of single turns are left out. Below the scores, `cells` are drawn as
+    maps of length by depth, one for each task, method, variant, budget and prefill.
 
     Raises:
         SparsekvError: the picture cannot be written.
@@ -91,7 +92,7 @@ def _lines(axis: Axes, rows: list[Score]) -> None:
 
 
 def _maps(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Group cells by task, method, budget and prefill."""
+    """Group cells by the title of their map: task, method, variant, budget and prefill."""
     maps: dict[str, list[Cell]] = {}
     for cell in cells:
         budget = "" if cell.budget is None else f" at {Budget(cell.budget)}"

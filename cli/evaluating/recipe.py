@@ -91,7 +91,7 @@ class EvalRecipe:
         return [replace(row, variant=self._label(row.method, row.variant)) for row in rows]
 
     def answer_record(self, result: Result, about: dict[str, Any]) -> dict[str, Any]:
-        """Return a result as a JSON object with its model and settings. `about` is the head of `--json`."""
+        """Return a result as a JSON object with its model and settings. `about` is what `--json` has besides rows."""
         question, options = self.question, self.options
         return {
             **result.record(),
@@ -157,10 +157,11 @@ def answer_by_ray(
     workers: int | None,
     show: Progress,
 ) -> None:
-    """Let a Ray cluster answer the questions that have no answer yet. Afterwards all answers are in the work folder.
+    """Let a Ray cluster answer the questions that have no answer yet, and store all answers in the work folder.
 
     Raises:
-        SparsekvError: some contexts could not be answered; or the errors of `RayCluster.run`.
+        SparsekvError: the questions of some contexts could not be answered; the workers have another device or dtype
+            than this process; or the errors of `RayCluster.run`.
     """
     parts, failures = Parts(recipe.work), list[str]()
     with Answers(recipe.work) as answers:

@@ -32,7 +32,7 @@ def _continues(before: str, text: str) -> bool:
 
 
 def telling_words(words: Sequence[str], positions: Iterable[int]) -> dict[str, int]:
-    """Return the words at `positions` with their counts there, in the order of over-representation (G-test)."""
+    """Return the words at `positions` with their counts there, the most over-represented words first (G-test)."""
     overall, here = Counter(words), Counter(words[position] for position in positions)
     total, inside = len(words), here.total()
 

@@ -32,8 +32,8 @@ def cluster_summary(rows: Rows) -> Table:
 
 
 def list_summary(rows: Rows) -> Table:
-    """Return a table of one row about the posting lists of all layers. It has their number and entries, the share of
-    keys in lists, and how much subspaces differ."""
+    """Return a table of one row about the posting lists of all layers: their number and entries, the share of keys in
+    lists, and the shares of the most and the least decisive subspace of a query in the ranking of keys."""
     title = "posting lists of all layers: means, and the least and the most of a layer (--by layer)"
     columns = "lists", "entries each", "keys listed", "in lists", "a query's most", "its least"
     table = titled_table(title, (), columns, wrap=True)
@@ -46,7 +46,7 @@ def list_summary(rows: Rows) -> Table:
 
 
 def _spread(rows: Rows, name: str) -> str:
-    """Format a level's spread (distance to the centroid): mean and range over layers; `none` if one has no spread."""
+    """Format a level's spread (distance to the centroid): mean and range over layers; `none` if a layer has none."""
     values = [row[name] for row in rows]
     return "none" if None in values else _range(values)
 
@@ -136,14 +136,17 @@ def _cut(inspection: dict[str, Any]) -> str:
 
 
 def _states(inspection: dict[str, Any]) -> str:
-    """Describe where states of the layers that keep one are stored, and their size, in one line."""
+    """Describe, in one line, after how many tokens the layers' states are stored, and the size of each stored state."""
     places = inspection["states"]
     each = inspection["bytes"]["states"] / len(places) / 1e6
     return f"{each:,.2f} MB after each of {', '.join(f'{tokens:,}' for tokens in places)} tokens"
 
 
 def _storage(storage: dict[str, Any], layers: list[int]) -> str:
-    """Describe the int8 storage of the keys and values of layers in one line."""
+    """Describe, in one line, the int8 storage of keys and values: the mean error, and the worst layer's error.
+
+    `layers` are the numbers of the layers to which the errors of `storage` belong.
+    """
     errors = storage["layers"]
     worst = layers[errors.index(max(errors))]
     return (
@@ -153,7 +156,7 @@ def _storage(storage: dict[str, Any], layers: list[int]) -> str:
 
 
 def _default(setting: dict[str, Any]) -> str:
-    """Describe the default setting that `tune` wrote in one line."""
+    """Describe, in one line, the default setting that `tune` wrote."""
     target, by_layer = setting["target"], ", on average over layers" if setting["layer_budgets"] else ""
     of = "" if target["of"] is None else f" of the oracle's best {Budget(target['of'])}"
     return (

@@ -29,8 +29,8 @@ value 0. Codes 1 to 63,000 stand for 1e-7 to 0.9999 with four significant digits
 
 
 def whole_column(values: Sequence[int]) -> dict[str, str]:
-    """Encode whole numbers of at least 0 in base64, little-endian. The largest number determines the bytes of each
-    number: 1, 2 or 4."""
+    """Encode whole numbers from 0 to 2 ** 32 - 1 in base64, little-endian. The largest number determines the bytes of
+    each number: 1, 2 or 4."""
     array = np.asarray(values, np.int64)
     size = next(size for size in (1, 2, 4) if array.max(initial=0) < 1 << 8 * size)
     return {"type": f"u{size}", "data": _base64(array.astype(f"<u{size}"))}
@@ -118,7 +118,10 @@ def write_page(page: Page, path: Path, option: str) -> int:
 
 
 def refuse_unwritable_page(path: Path | None, option: str) -> None:
-    """Check, before anything is measured, that a page can be written. Raises the same errors as `write_page`."""
+    """Check, before anything is measured, that `path`, if there is one, is a valid name for a page.
+
+    Raises the errors of `write_page`, except that of a failed write.
+    """
     if path is not None:
         refuse_impossible_name(path, option)
         refuse_other_file(path, option)

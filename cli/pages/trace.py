@@ -165,7 +165,7 @@ def _told_change(difference: float) -> str:
 
 def describe_without(found: dict[str, Any]) -> str:
     """Return a line with the answer that the model gives while the passages of `--without` are hidden. The line also
-    states how much less or more likely the first answer is then."""
+    states how much less or more likely the first answer, which was given with these passages, is then."""
     shown, hidden = found["log_probability"]
     likely = f"{_told_change(abs(hidden - shown))} times {'less' if hidden < shown else 'more'} likely"
     return (

@@ -129,7 +129,9 @@ def print_csv(rows: Sequence[RecallRow]) -> None:
 
 
 def print_report(report: RecallReport, groups: Sequence[str], within: float, manifest: Manifest, answers: str) -> None:
-    """Print the table, its legend, a sentence about the best row, what int8 rows cost, and the line `answers`.
+    """Print the table, its legend, a sentence about the best row, and the line `answers`.
+
+    Also print a line about rows with a KV fraction above 1, and for an index with int8 rows a line about their error.
 
     Args:
         groups: the columns by which rows are grouped: `layer`, `kv_head`, both or none.
@@ -170,7 +172,10 @@ def lacking_line(artifact: Artifact) -> str:
 
 
 def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
-    """Return the options of `build-index` with which the index of the named methods was built."""
+    """Return the options of `build-index` that differed from their defaults when the named methods were built.
+
+    Empty if the manifest has parameters that this version cannot use.
+    """
     records, known = artifact.manifest.methods, indexers()
     here = [name for name in names if name in records and name in known]
     try:
@@ -180,8 +185,8 @@ def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
 
 
 def best_line(best: RecallRow | None, within: float, *, shared: bool) -> str:
-    """Return a sentence about the row of least error at a kv fraction up to `within`; None: no row reads so little.
-    `shared`: some rows are of several queries together."""
+    """Return a sentence about `best`, the row of least error at a kv fraction up to `within`. If it is None, the
+    sentence says that no row reads so little. `shared`: some rows are of several queries together."""
     if best is None:
         return f"Nothing here reads as little as {within:g} (--within) of the document's keys and values."
     return (

@@ -87,8 +87,10 @@ def _name(row: RecallRow, sharing: bool) -> str:
 
 
 def _heat_map(figure: Figure, axis: Axes, report: RecallReport) -> None:
-    """Draw recall by layer and KV head, of a method that needs an index if the report has one, at the budget nearest to
-    SHOWN_SHARE."""
+    """Draw recall by layer and KV head for one method, at its budget nearest to SHOWN_SHARE of the indexed tokens.
+
+    A method that needs an index is preferred; among several methods, the one with the nearest budget.
+    """
     shown = _shown(report)
     rows = [row for row in report.by("layer", "kv_head") if _line(row) == _line(shown)]
     layers = sorted({row.layer for row in rows if row.layer is not None})

@@ -71,7 +71,7 @@ NEAR = 1.05
 
 
 def least_error(tuned: list[Tuned], before: Tuned | None) -> Tuned:
-    """Return the setting of least error, of those that meet the target and of the setting before the search."""
+    """Return the setting of least error among those that meet the target and `before`, the index's default so far."""
     return min([*(one for one in tuned if one.holds), *([before] if before else [])], key=lambda one: one.error)
 
 
@@ -85,7 +85,7 @@ def error_ratio(tuned: list[Tuned], before: Tuned | None) -> float | None:
 
 
 def _error_line(tuned: list[Tuned], before: Tuned | None) -> list[str]:
-    """Return a line with the ratio of errors, or no line if the ratio is near 1."""
+    """Return a line with the ratio of errors, or no line if the ratio is at most NEAR or there is none."""
     ratio = error_ratio(tuned, before)
     if ratio is None or ratio <= NEAR:
         return []

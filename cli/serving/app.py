@@ -178,7 +178,11 @@ class Api:
         return replace(told, message=self.shelf.without_folders(told.message))
 
     def _guarded(self, deed: Endpoint) -> Endpoint:
-        """Return an endpoint that converts every exception to an error response."""
+        """Return an endpoint that converts exceptions to error responses.
+
+        The response for a client that has disconnected is empty. A cancellation is raised again, unless the server
+        shuts down.
+        """
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -201,7 +205,7 @@ class Api:
         return About(*about, with_sources=bool(asked.sources))
 
     async def _encoded(self, param: str, encode: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the token ids of `encode`, called in the executor's only thread.
+        """Call `encode` in the executor's only thread, and return its token ids.
 
         A tokenizer must not encode in two threads at once. Raises ApiError (400) for text that cannot be encoded; the
         error names the field `param` of the request.
@@ -242,7 +246,10 @@ class Api:
     async def _asked(
         self, asked: Asked, encode: Callable[[OpenIndex], Awaitable[list[torch.Tensor]]]
     ) -> tuple[About, list[Stream]]:
-        """Submit a request to its index. If the index is replaced meanwhile, start over with the new index."""
+        """Submit a request to its index; return the facts for its response, and a stream for each answer.
+
+        If the index is replaced or closed while the prompts are encoded, start over.
+        """
         while True:
             served, config = await find(self.shelf, asked.model, asked.sparsekv)
             with self.shelf.using(served):
@@ -306,7 +313,7 @@ class Told:
         self._usages: dict[int, Usage] = {}
 
     async def events(self, first: tuple[int, Piece], answers: Answers) -> AsyncIterator[str]:
-        """Yield the server-sent events of a stream."""
+        """Yield the server-sent events of a stream. An error is sent as the last event."""
         try:
             for choice in range(self.choices):
                 for sent in self.form.opening(choice):
@@ -363,7 +370,10 @@ class EventStream(StreamingResponse):
 
 
 class Counted:
-    """An ASGI app that wraps another app and counts requests by path and status when a response is complete."""
+    """An ASGI app that wraps another app, and counts requests by path and by status of the response.
+
+    A request whose response was not completed is counted with the status CLIENT_GONE.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
         self.app, self.metrics, self.paths = app, metrics, paths

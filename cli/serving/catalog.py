@@ -77,7 +77,7 @@ def _parsed(shelf: Shelf, model: str) -> tuple[str, str | None, str | None]:
     """Split a model name into the name of an index, a method and a budget.
 
     A model name that equals the name of an index has neither method nor budget. The name of the index may end in
-    `.skv`, like the name of its folder.
+    `.skv`, like the name of its folder. Raises ApiError (404) if no index has the name.
     """
     names = shelf.names()
     if model in names:

@@ -26,7 +26,7 @@ class ErrorBody(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer with a status of 400 or more."""
+    """The body of a response that reports an error."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -82,7 +82,7 @@ _REMEDIES = {
     "too_long": "give at most {max_length} items",
     "literal_error": "give {expected}",
 }
-"""Remedies for a value that pydantic refuses, by the type of its error."""
+"""Remedies for a value that pydantic refuses, by pydantic's name of the error."""
 _TYPES = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -94,11 +94,11 @@ _TYPES = {
     "model_type": "an object",
     "none_required": "null",
 }
-"""The wanted type, by the type of the pydantic error for a value of another type."""
+"""Names of the types that a field accepts, by pydantic's name of the error for a value of another type."""
 
 
 def _remedy(errors: Sequence[ErrorDetails]) -> str:
-    """Return what to do about the errors of one value. A value of a wrong type has an error for each allowed type."""
+    """Return the remedy for the errors of one value. A value of a wrong type has an error for each allowed type."""
     first = next((one for one in errors if one["type"] not in _TYPES), None)
     if first is None:
         return f"give {' or '.join(dict.fromkeys(_TYPES[one['type']] for one in errors))}"

@@ -59,6 +59,8 @@ def refuse_no_origin(given: str) -> None:
 class Gate:
     """An ASGI app in front of another app. Refuses requests with a wrong host name or without a valid key.
 
+    OPEN_PATHS and OPTIONS requests need no key.
+
     The check of hosts protects a server on loopback from web pages whose host name is resolved to 127.0.0.1 (DNS
     rebinding): requests of such a page have the page's host name.
 
@@ -82,7 +84,7 @@ class Gate:
         await self.app(scope, receive, send)
 
     def _check(self, path: str, method: str, headers: Headers) -> None:
-        """Raise ApiError for a request with a wrong host or without a valid key."""
+        """Raise ApiError for a request with a wrong host (421), or without a key that it needs (401)."""
         if self.hosts and host_name(headers.get("host", "")) not in self.hosts:
             told = f"this server answers requests to {', '.join(self.hosts)} only; the Host header names another host"
             raise ApiError(421, told, code="wrong_host")

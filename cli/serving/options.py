@@ -126,7 +126,7 @@ class ServeOptions:
             help=(
                 "Memory for the keys and values of documents. Above this limit, the idle index that was asked "
                 "longest ago is closed; the next request for it opens it again. Default: half of the free "
-                "memory, on a GPU of the GPU's free memory."
+                "memory, that of the GPU if there is one and --placement is device."
             ),
             rich_help_panel=AT_ONCE,
         ),
@@ -167,7 +167,7 @@ class ServeOptions:
         int,
         typer.Option(
             min=1,
-            help="Longest answer, in tokens. It also ends where the model's context is full.",
+            help="Longest answer, in tokens. An answer also ends where the model's context is full.",
             rich_help_panel=UNSAID,
         ),
     ] = 256

@@ -225,7 +225,8 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest, IndexRequest)
 
 
 def parsed(kind: type[Request], body: bytes) -> Request:
-    """Parse a body. Raises ApiError (400) if it is not JSON, not a request of this kind, or its fields contradict."""
+    """Parse a body. Raises ApiError (400) if the body is not JSON or not a request of this kind, or if its fields
+    contradict each other."""
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as error:

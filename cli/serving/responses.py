@@ -54,7 +54,8 @@ class Gauge(Sent):
 
 class SourceSent(Sent):
     """A passage of the document that an answer attended to: the answer's `index` among the choices, file, first and
-    last line, page of a PDF, tokens [start, stop) of the stored prompt, text, and its share of this attention."""
+    last line, page of a PDF, tokens [start, stop) of the stored prompt, text, and `score`, the passage's share of the
+    retrieval heads' attention."""
 
     index: int
     path: str
@@ -137,7 +138,7 @@ class Delta(Sent):
 
 
 class ChatChoiceDelta(Sent):
-    """The part of one of the answers that an event adds."""
+    """The part that an event adds to one of the answers."""
 
     index: int
     delta: Delta

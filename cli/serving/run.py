@@ -93,7 +93,7 @@ def _named(options: ServeOptions) -> list[Path]:
     """Return the folders of the indices to open at the start.
 
     These are the indices that the command line names, else the first in `--indices-from`, else the only index in the
-    current folder. Raises UsageError if there is none.
+    current folder. Raises UsageError if there is no such index, or if `--indices-from` is an index itself.
     """
     if options.indices_from is not None:
         refuse_no_folder(options.indices_from)
@@ -132,7 +132,10 @@ def _first(options: ServeOptions, artifact: Artifact, config: DecodeConfig) -> O
 
 
 def _memory(options: ServeOptions, first: OpenIndex) -> int:
-    """Return the planned bytes for the documents' keys and values; by default half of the free memory."""
+    """Return the bytes that the documents' keys and values may take: the value of --memory, or half of the free memory.
+
+    With placement `device` on a GPU it is the GPU's memory, otherwise the machine's.
+    """
     if options.memory is not None:
         return int(options.memory * 2**30)
     gpu = device_memory(first.model)

@@ -21,7 +21,7 @@ from sparsekv.cli.serving.app import Api
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 
 HEAD_SECONDS = 30.0
-"""Seconds within which an idle connection must send the head of its next request. Idle connections are then closed."""
+"""Seconds within which an idle connection must send the head of its next request. Otherwise it is closed."""
 LAST_SECONDS = 5
 """Seconds that clients have, after the last answer has ended, to read the rest of the responses."""
 UNREAD = 1 << 16
@@ -184,7 +184,7 @@ class Server(uvicorn.Server):
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files to `FILES`, or to the hard limit of the system."""
+    """Raise the limit of open files to `FILES`, or to the hard limit if that is lower. A higher limit stays."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

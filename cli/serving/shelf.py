@@ -1,4 +1,7 @@
-"""The served indices (`Shelf`). An index is opened at the first request for it, and again when it was replaced."""
+"""The served indices (`Shelf`): those that the command line names, and those of a folder.
+
+An index of the folder is opened at the first request for it. An index that was replaced is opened again.
+"""
 
 import asyncio
 import os
@@ -48,7 +51,8 @@ def folders_by_name(folders: Iterable[Path]) -> dict[str, Path]:
 
 
 def refuse_clashes(named: dict[str, Path], folder: Path) -> None:
-    """Raise UsageError if an index in a folder has the served name of another index in `named`."""
+    """Raise UsageError if an index in a folder has the served name of another index in `named`, or if the folder cannot
+    be read."""
     for one in indices_in(folder):
         _refuse_clash(named.get(served_name(one), one), one)
 
@@ -73,7 +77,9 @@ def note_broken(folder: Path) -> None:
 
 
 def indices_in(folder: Path) -> Iterator[Path]:
-    """Yield the indices in a folder in the order of their names, without links.
+    """Yield the indices in a folder, in the order of their names: the subfolders `*.skv` that have a manifest.
+
+    Links and folders with unprintable characters in their name are left out.
 
     Raises:
         UsageError: the folder cannot be read.
@@ -92,7 +98,8 @@ class Served:
     """An open index, and the config of requests that name no method, budget or prefill.
 
     Attributes:
-        budget: the budget of the command line, used with every method; None: the default budget of each method.
+        budget: the budget of the command line, used with every method but `dense`; None: the default budget of each
+            method.
     """
 
     name: str
@@ -120,9 +127,9 @@ class Shelf:
     """The served indices: those that the command line names, and those in one folder.
 
     An index of the folder is opened at the first request for that index. An index whose manifest has been replaced is
-    opened again; answers that have begun still read the old index. The old index stays in use if the new index cannot
-    be opened or has no manifest. If the open indices exceed `memory`, the least recently used index without requests is
-    closed. The next request for the index opens it again.
+    opened again at the next request; answers that have begun still read the old index. The old index stays in use if
+    the new index cannot be opened or has no manifest. If the open indices exceed `memory`, the least recently used
+    indices without requests are closed. The next request for such an index opens it again.
 
     Args:
         open_index: opens an index under a name; called in a thread of `executor`.
@@ -194,7 +201,8 @@ class Shelf:
         """Return an index, and open it if it is closed or has been replaced; None if no index has this name.
 
         Raises:
-            SparsekvError: the index cannot be opened, or the folder of indices cannot be read.
+            SparsekvError: the index cannot be opened, and no earlier version of it is open; or the folder of indices
+                cannot be read.
         """
         if (served := self._current(name)) is not None:
             return served

@@ -1,4 +1,4 @@
-"""Compare a model's own attention with sparsekv's, on a few tokens before the prefill, and over the stored rows after.
+"""Compare a model's own attention with sparsekv's: before the prefill on a few tokens, after it over the stored rows.
 
 The model's top logits at a few tokens are stored as the canary, and those at the last token as the probe.
 """
@@ -47,15 +47,15 @@ TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
 one."""
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Largest difference between the model's own logits and those over captured rows, relative to the largest logit.
-Rounding stays below it, even if it routes a token to another expert. A missing mask or scale does not."""
+Rounding stays below this value, even if a token is routed to another expert. A missing mask or scale does not."""
 
 
 @torch.inference_mode()
 def preflight(model: PreTrainedModel, input_ids: torch.Tensor, name: str) -> int:
     """Check on a few tokens of a prompt that attention over captured keys and values gives the model's own logits.
 
-    Takes six forward passes over at most 48 tokens, and six more if the first comparison fails. All processes that
-    share a model must call this together.
+    Takes up to six forward passes over at most 48 tokens, and as many again if the first comparison fails. All
+    processes that share a model must call this together.
 
     Args:
         input_ids: [N] int64, the prompt.
@@ -136,7 +136,10 @@ def _difference(model: PreTrainedModel, ids: torch.Tensor, name: str) -> tuple[f
 
 @contextmanager
 def _tried(what: str) -> Iterator[None]:
-    """Convert any exception of a model into a SparsekvError with the message `what` and the model's own reason."""
+    """Convert an exception of a model into a SparsekvError with the message `what` and the model's own reason.
+
+    A SparsekvError, and an error for lack of memory, are raised unchanged.
+    """
     try:
         yield
     except (SparsekvError, MemoryError, torch.OutOfMemoryError):
@@ -216,7 +219,7 @@ def canary_positions(model: PreTrainedModel, tokens: int) -> list[int]:
 
 
 def canary_runs(model: PreTrainedModel, tokens: int, prefix_tokens: int) -> list[tuple[int, int]]:
-    """Return for each canary run the number of tokens before it and its last position.
+    """Return for each canary run the number of tokens before the run, and the run's last position.
 
     If layers keep a state, runs begin after the `prefix_tokens` reused tokens, because states before are not known. A
     further run is then the last token alone, from the state that the index stores before this token. In a longer run,
@@ -293,7 +296,8 @@ def compare_canary(
     """Compare an index's canary with the model's logits over the index's first rows, which a build reuses.
 
     Does nothing for a model with layers that keep a state, because no state is stored before the canary's tokens.
-    `compare_state` makes the comparison for such a model.
+    `compare_state` makes the comparison for such a model. Logits that are not finite end the comparison without an
+    error, because they come from damaged rows, which the capture reports.
 
     Args:
         tokens: number of tokens whose rows are reused.
@@ -329,8 +333,8 @@ def compare_state(
 ) -> None:
     """Check a stored state before a build reuses it: compare stored keys and values with those computed from the state.
 
-    The largest distance of a token in any layer counts. In an int8 index it is the largest of the layers' medians over
-    tokens, because rounding may route a token to another expert.
+    The largest distance of a token in any layer counts. In an int8 index the largest of the layers' medians over tokens
+    counts instead, because rounding may route a token to another expert.
 
     Args:
         before: number of tokens before the state.

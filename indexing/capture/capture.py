@@ -39,7 +39,8 @@ class ContextLayer(RowLayer):
             self._prefix = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
-        """Return the rows unchanged. A model may compute keys and values from them, which `appended` then stores."""
+        """Return the rows unchanged. A model may compute its keys and values from these rows before it attends;
+        `appended` stores the rows that are attended to."""
         return key_states, value_states
 
     def appended(self, call: AttentionCall) -> AttentionCall:
@@ -113,7 +114,7 @@ def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torc
 
 
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
-"""Returns a layer's stored queries [Hq, P, D] at positions [P] of a prefix that is not prefilled again."""
+"""Returns a layer's queries [Hq, P, D] at positions [P] of a prefix that is not prefilled again."""
 RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
 ChunkDone = Callable[[int, Mapping[str, torch.Tensor]], None]
 StateDone = Callable[[int, State], None]
@@ -353,11 +354,12 @@ def capture(
     """Prefill `input_ids` in chunks and return every layer's keys, values and queries.
 
     Raises:
-        SparsekvError: the model attends in a way that an index cannot reproduce.
+        SparsekvError: the model attends in a way that an index cannot reproduce, or the queries in `begun` do not fit
+            this prefill.
 
     Args:
         input_ids: [N] int64.
-        tail: R, the number of last queries to keep.
+        tail: R, the number of last tokens whose queries are captured.
         positions: [P] int64, ascending: positions of the query sample.
         chunk_size: tokens per forward pass. Apart from rounding, the result of a dense prefill does not depend on this
             number. If the model's RoPE depends on the sequence's length, the whole prompt is one chunk, and `begun` and

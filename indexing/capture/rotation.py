@@ -80,7 +80,7 @@ def measure_rotations(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[i
     """Measure each layer's RoPE for a sequence of the prompt's length, by two forward passes over one token.
 
     The token runs at position 0 and at position N - 1. A layer's RoPE is the one of the model's sets of frequencies
-    that predicts the second key from the first. It does not include a scale that all positions share, such as YaRN's.
+    that predicts the second key from the first. A scale that all positions share, such as YaRN's, is not included.
     If the frequencies depend on the length of the sequence (dynamic, longrope), those for the prompt's length are
     returned.
 

@@ -86,8 +86,8 @@ class SharedRows(ABC):
             written: waits for a number of seconds, and returns whether this process has written its rows.
 
         Returns:
-            The layer's queries, and a function that waits for the checksum of the layer's file from another process;
-            None if this process must compute the checksum.
+            The layer's queries, and a function that waits for the checksum of the layer's file from another process.
+            Instead of the function, None if this process computes the checksum, or if the file is reused and has one.
         """
 
 
@@ -113,7 +113,7 @@ class Team(ABC):
 
     @abstractmethod
     def whole(self, own: Capture) -> Captured:
-        """Join this process's capture with the heads of all processes."""
+        """Return this process's capture, joined with the heads that other processes have captured."""
 
     @abstractmethod
     def make_layers(

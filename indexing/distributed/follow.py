@@ -1,4 +1,4 @@
-"""Run one of the other ranks of a distributed build, which carries out the first rank's requests."""
+"""Run a rank of a distributed build other than the first: the rank carries out the first rank's requests."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ class _Follower:
         return self.own
 
     def _captured(self, request: RunPrompt) -> Capture:
-        """Capture a prompt. Its rows are written to the shared files while the prefill goes on."""
+        """Capture a prompt. If the ranks share files, the captured rows are written to them during the prefill."""
 
         def rows_done(layer: int, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
             self.writer.put(layer_file("context", layer), {"keys": keys, "values": values}, end)

@@ -38,7 +38,7 @@ class SplitRows(SharedRows):
     own: Capture | None = None
     """The capture of this rank's last prefill."""
     files = frozenset[str]()
-    """Names of the files that all ranks write. Once all ranks have written their part of a file, each can read it."""
+    """Names of the files that all ranks write. Once all ranks have written a file, every rank can read the file."""
     _sums: ReceivedSums
 
     def __init__(self, ranks: Ranks):

@@ -132,8 +132,8 @@ def join_layer(ranks: Ranks, own: CapturedLayer) -> CapturedLayer | None:
 
 
 def join_queries(ranks: Ranks, own: CapturedQueries) -> CapturedQueries | None:
-    """Gather a layer's queries of all ranks on the first rank's device, without its keys and values; return None on the
-    other ranks."""
+    """Gather a layer's queries, but not its keys and values, of all ranks on the first rank's device; return None on
+    the other ranks."""
     tail = ranks.join_heads(own.tail)
     sinks, sample = (None if rows is None else ranks.join_heads(rows) for rows in (own.sink_logits, own.sample))
     return None if tail is None else CapturedQueries(tail, sinks, sample)
@@ -167,7 +167,7 @@ class EndLayer:
     """Request to reply when a layer's rows are in its file, to send its captured queries, and to free the layer.
 
     The rank `summed_by` then computes the file's checksum, and sends it from a thread. If `summed_by` is 0, the first
-    rank computes the checksum if it needs one.
+    rank computes the checksum, unless the file is reused and has one.
     """
 
     layer: int

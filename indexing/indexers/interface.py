@@ -44,7 +44,10 @@ class KeepCurve:
         self.tokens += tokens * scores.shape[0] * scores.shape[1]
 
     def threshold(self, keep: float) -> float:
-        """Return the score threshold whose kept clusters hold the share `keep` of all tokens; 0 keeps all clusters."""
+        """Return the highest score threshold that keeps clusters with at least the share `keep` of all tokens.
+
+        The threshold 0 keeps all clusters.
+        """
         return self._thresholds([keep])[0]
 
     def _thresholds(self, shares: list[float]) -> list[float]:
@@ -191,13 +194,14 @@ def indexer_of(kind: type[Indexer], parameters: Mapping[str, Any]) -> Indexer:
 
     Raises:
         UsageError: a parameter has an invalid value.
+        TypeError, ValueError: a parameter has a value of another type.
     """
     known = {one.name for one in fields(kind)}
     return kind(**given_parameters({name: value for name, value in parameters.items() if name in known}))
 
 
 def choose_indexers(names: list[str]) -> list[str]:
-    """Return the names of the methods to build: all for `all`, the default methods for an empty list.
+    """Return the names of the methods to build, each once: all for `all`, the default methods for an empty list.
 
     Raises:
         UsageError: a method does not exist, or is `auto`.

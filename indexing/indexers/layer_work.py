@@ -90,10 +90,12 @@ class LayerWork:
         return tensors
 
     def stored(self, tensors: Tensors, before: Tensors | None = None) -> Tensors:
-        """Convert an indexer's tensors of a layer to the tensors that the index stores, with int8 centroids if any.
+        """Convert an indexer's tensors of a layer to the tensors that the index stores.
+
+        If the index stores int8, the centroids of the finest clusters are converted; otherwise nothing changes.
 
         Args:
-            before: the stored tensors that an append has extended.
+            before: the stored tensors that an append has extended; their int8 scales may be used again.
         """
         return with_centroids_in_8_bits(tensors, before) if self.in_8_bits else tensors
 

@@ -58,7 +58,7 @@ def fit_rest(
 ) -> Tensors:
     """Fit masses and values of clusters, by which queries attend to the tokens that they do not select.
 
-    A cluster's mass is the attention that its unselected tokens get. Its estimated mass follows from its centroid and
+    A cluster's mass is the attention that its unselected tokens get. The estimated mass follows from the centroid and
     the number of these tokens. rest_bias [Hk, C] float32 is the log of the ratio of the fitted mass to the estimated
     mass. rest_values [Hk, C, D], in the dtype of the values, are the fitted values. Both are returned. Allocates four
     times the logits of `AT_ONCE` positions for all tokens; with a soft cap, five times.

@@ -32,10 +32,11 @@ ATTENDED_EVERY, FIT_EVERY = 2, 6
 """Strides over the sample's positions, for the keys' weights and for the fit of the clusters. With smaller strides, the
 output error of reports changes by less than 1% of itself, and a build on a CPU takes longer."""
 WIDE = 128
-"""Largest number of channels for which a key's code has `code_bytes` bytes. Larger heads have twice as many bytes: with
-8 bytes for 256 channels, Gemma 3 loses facts."""
+"""Largest number of channels of heads whose codes always have `code_bytes` bytes. Codes of larger heads have twice as
+many bytes, if these divide the channels: with 8 bytes for 256 channels, Gemma 3 loses facts."""
 FLOOR = 0.3
-"""Weight of a key that none of the document's queries attends to, as a share of the mean weight of its head's keys."""
+"""Share of a head's mean attention weight (`attended`) that is added to the weight of each key, so that keys that none
+of the document's queries attends to also count."""
 
 
 @indexers.register("codes")
@@ -97,8 +98,9 @@ class CodesIndexer(MultipoleIndexer):
         return clusters | self._coded_and_rest(layer, clusters)
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Keep the stored query_turn and codebooks, encode the new keys with them, and fit masses and values again.
+        """Append to the clusters, encode the new keys with the stored tensors, and fit masses and values again.
 
+        The stored tensors are query_turn and codebooks, which stay as they are.
         Codebooks that were trained on fewer than 256 keys are trained again, because they distinguish few keys.
         """
         clusters = super().append_layer(tensors, layer, old_middle)
@@ -128,7 +130,7 @@ def _grouped(layer: LayerInput) -> torch.Tensor:
 
 
 def _rest(layer: LayerInput, clusters: Tensors, coded: Tensors) -> Tensors:
-    """Fit rest_bias and rest_values for the tokens that queries do not select by their codes."""
+    """Fit rest_bias and rest_values for the tokens that the document's queries do not select by the tokens' codes."""
     labels, some = finest_labels(clusters), _grouped(layer)[:, :, ::FIT_EVERY]
     turn, named = coded["query_turn"].float()[:, None], decode(coded["codes"], coded["codebooks"])
 

@@ -1,8 +1,9 @@
 """Indexer of CSAttention: posting lists of keys, one list for each centroid of the document's queries in a subspace.
 
 For each KV head, the queries of the whole group are clustered by cosine in each subspace, from k-means++ seeds. A
-centroid c's posting list holds the L middle keys k of highest partial score c k. L is the share `--alpha` of the
-middle. Scores are computed with the stored centroids, which are in float16.
+centroid's posting list holds the L middle keys of highest score. A key's score is the product of the centroid and the
+key's channels in the subspace. L is the share `--alpha` of the middle. Scores are computed with the stored centroids,
+which are in float16.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,8 @@
 """Indexer of H2O (arXiv 2306.14048): the attention of the document's own queries to each middle token.
 
-The attention is summed over a sample of the document's queries. A query's softmax is over the sinks and the middle
-tokens up to its own. As in the paper, the sum favours early tokens, because more queries can attend to early tokens.
+The attention is summed over a sample of the document's queries. A query's softmax is over the sinks, the middle tokens
+up to the query's own token, and learned sink logits if the layer has them. As in the paper, the sum favours early
+tokens, because more queries can attend to early tokens.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ LOGITS_AT_ONCE = 16 * 2**20  # elements of [Hq, P, S + M] float32 logits: 64 MB
 @indexers.register("h2o")
 @dataclass(frozen=True)
 class H2OIndexer(Indexer):
-    """Sums the attention to each token; not built by default, because it needs a sample of the document's queries."""
+    """Sums the attention of a sample of the document's queries to each middle token. Not built by default."""
 
     query_sample: int = field(
         default=4096, metadata={"help": "Number of the document's queries, per KV head, whose attention is summed."}
@@ -49,7 +50,11 @@ class H2OIndexer(Indexer):
     def _attention(
         self, layer: LayerInput, keys: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Sum the attention of queries [Hk, G, P, D] at positions [P] to keys [Hk, S + M, D] over P: [Hk, S + M]."""
+        """Compute attention [Hk, S + M] to keys [Hk, S + M, D], summed over positions and averaged over query heads.
+
+        Args:
+            queries: [Hk, G, P, D], the queries at `positions` [P].
+        """
         logits = attention_logits(queries, keys, *layer.facts.scaling)
         unseen = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
         logits = logits.masked_fill(unseen, -torch.inf)

@@ -62,8 +62,8 @@ class MultipoleIndexer(ClusterIndexer):
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
         """Keep all blocks but the last, and append up to MOST_JOINS * STEP tokens to the clusters of the last block.
 
-        With more tokens, or if the last block is split, its tokens are clustered from scratch, which then takes less
-        time and gives better clusters. Allocates the same as `build_layer`.
+        With more tokens, or if the last block is split, the block's tokens are clustered from scratch, which then takes
+        less time and gives better clusters. Allocates the same as `build_layer`.
         """
         offsets = block_offsets(layer.keys.shape[1], self.block)
         blocks = split_blocks(tensors)

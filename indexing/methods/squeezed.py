@@ -17,7 +17,7 @@ from sparsekv.indexing.indexers.interface import BuiltLayer, KeepCurve, LayerInp
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 QUESTION_TOKENS = 16  # queries over which one calibrated prefill lookup averages its scores
-REPORTED_KEEP = 0.05  # share of tokens whose threshold the manifest compares with held-out queries
+REPORTED_KEEP = 0.05  # share of tokens; the manifest records what this share's threshold keeps on held-out queries
 
 
 @indexers.register("squeezed")
@@ -70,7 +70,10 @@ class _Lookup:
     held_out: KeepCurve = field(default_factory=KeepCurve)
 
     def add(self, layer: BuiltLayer, depth: int) -> None:
-        """Add a layer's scores to the curve of the level `depth` levels below the coarsest."""
+        """Add a layer's scores to the curve of the level `depth` levels below the coarsest, if there is such a level.
+
+        At the finest level, scores of other queries are also added to `held_out`.
+        """
         if depth > self.coarse:
             return
         self.curve.add(*_level_scores(layer, self.coarse, self.thresholds, self.group, held_out=False))
@@ -78,7 +81,7 @@ class _Lookup:
             self.held_out.add(*_level_scores(layer, self.coarse, self.thresholds, self.group, held_out=True))
 
     def finish(self, depth: int) -> None:
-        """Set the threshold of the coarse level at `depth` from the curve, and reset the curve."""
+        """Append the threshold of the level at `depth` and reset the curve, unless the level is the finest."""
         if depth < self.coarse:
             self.thresholds.append(self.curve.threshold(0.5 ** (depth + 1)))
             self.curve = KeepCurve()
@@ -97,8 +100,8 @@ def _level_scores(
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return scores and counts of the clusters of the first level without a threshold, and the number of tokens M.
 
-    Clusters whose parent does not reach its level's threshold have a count of 0. With `held_out`, the queries are the
-    second half of the tail's, otherwise the first half.
+    Clusters whose parent is not opened have a count of 0. A parent is opened if it reaches its level's threshold, or is
+    its head's best. With `held_out`, the queries are the second half of the tail's, otherwise the first half.
     """
     half = layer.tail_queries.shape[1] // 2
     queries = layer.tail_queries[:, half:] if held_out else layer.tail_queries[:, :half]

@@ -1,4 +1,4 @@
-"""The interface and registry of prefills: dense, or sparse, one file each.
+"""The interface and registry of prefills, the dense prefill, and the base class of sparse prefills.
 
 In a sparse prefill each chunk attends to itself and to selected earlier tokens. Every chunk and layer selects from all
 earlier tokens, regardless of what earlier chunks selected: nothing is evicted for good.

@@ -43,7 +43,10 @@ class KeyDiffPrefill(SparsePrefill):
 @prefills.register("quoka")
 @dataclass(frozen=True)
 class QuokaPrefill(QuokaOptions, SparsePrefill):
-    """Scores keys by their cosine with a few queries of the chunk. On a GPU, kernels do this without storing scores."""
+    """Scores keys by their similarity to some queries of the chunk; by default the cosine to a few of them.
+
+    For the cosine, kernels on a GPU select the keys without storing scores.
+    """
 
     def __post_init__(self) -> None:
         SparsePrefill.__post_init__(self)
