@@ -179,6 +179,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
 
+    Returns the model that `keep_model` has stored if there is one for these arguments and `ranks` is 1.
+
     Args:
         name: the embedded model's name, a local folder or GGUF file, or a hub id.
         device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
@@ -229,7 +231,8 @@ _kept = Kept[LoadedModel]()
 def keep_model(name: str, dtype: str, rope_scaling: str | None) -> LoadedModel:
     """Load a model that is on this machine, on the CPU, and store it in memory.
 
-    `load_model` then returns it in this process and in its forks, while the model's files are unchanged.
+    `load_model` then returns this model for the same arguments on the CPU, in this process and in its forks, while the
+    model's files are unchanged.
 
     Raises the errors of `load_model`, and UsageError if the model is not on this machine.
     """
