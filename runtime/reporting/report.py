@@ -59,11 +59,12 @@ class RecallRow:
         budget_tokens: the budget as a number of tokens.
         selected_tokens: number of tokens that the method selects in a step, for all of its `together` queries.
         recall: share of the oracle's tokens that the method selects.
-        attention_mass: share of dense attention to the tokens between sinks and tail that the selected tokens have.
+        attention_mass: dense attention's weight on the selected tokens, divided by its weight on all tokens between
+            sinks and tail.
         output_error: distance of the attention output from dense attention's, divided by the norm of the latter.
         kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks
             and tail (the middle), divided by the number of the middle's key and value rows.
-        missed_mass: share of dense attention, to all tokens, that the tokens which were not selected have.
+        missed_mass: dense attention's weight on the tokens between sinks and tail that were not selected, from 0 to 1.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
         recall_seen: recall on the queries of `seen_block`, from which the index was built. None if the index stores no
             queries, or if the method does not learn from them.
@@ -181,7 +182,7 @@ def recall_report(
             are measured.
         together: measure each variant once for each of these numbers of queries, which then share the union of their
             selections. The queries of a group are evenly spread over a batch of `truths`. Methods that cannot share,
-            and variants under a guard, are measured only with 1.
+            and variants under a guard, are left out for numbers above 1.
 
     Raises:
         UsageError: `residual` is set, and the index has no value centroids.

@@ -15,9 +15,9 @@ from sparsekv.runtime.selection.interface import CentroidSegment, Selection, Sel
 class HidingExecutor(GatherExecutor):
     """Executor that selects as a `GatherExecutor` does and gives hidden tokens no attention.
 
-    Rows of hidden tokens are masked, whether they were selected or are always attended to (sinks, tail). The token
-    count of a centroid is reduced by the hidden tokens that it represents. The centroid's key and value stay the means
-    over all its tokens.
+    Rows of hidden tokens are masked, whether they were selected or are always attended to (sinks, tail). If the method
+    reports each token's centroid, a centroid's token count is reduced by the hidden tokens that it represents. The
+    centroid's key and value stay the means over all its tokens.
 
     Args:
         layer, options: the arguments of `GatherExecutor`.

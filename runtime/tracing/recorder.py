@@ -181,7 +181,8 @@ class RecordingExecutor(GatherExecutor):
 
 
 def _attend(step: Step, fetched: Fetched) -> Weighed:
-    """Attend to a step's rows and return output and weights. Use fewer operations for decode steps on a CPU."""
+    """Attend to a step's rows; return output and weights. A decode step on a CPU takes fewer operations if the logits
+    of its centroids are known."""
     if step.query.shape[2] == 1 and not step.query.is_cuda and (scored := fetched.scored_rest()) is not None:
         rows = (fetched.keys, fetched.values), (step.keys, step.values)
         once = attend_once_with_weights(step.query.squeeze(2), rows, scored, *step.how)

@@ -1,4 +1,4 @@
-"""Trace of an answer: what each of its tokens attended to, and its log-probability without some passages."""
+"""Trace of an answer: what each answer token attended to, and the answer's log-probability without some passages."""
 
 import gc
 import math
