@@ -37,7 +37,7 @@ SAMPLES = (
 _LEAD = 32
 """Number of a prompt's last tokens from which `border_behind` decodes the border's `lead`."""
 _WINDOWS = (64, 256, 4096)
-"""Sizes, in characters, of the ends of a text that are tokenised, one after another, to find where to split it."""
+"""Sizes, in characters, of the ends of a text that are tokenised one after another to find where to split the text."""
 
 
 def find_border(

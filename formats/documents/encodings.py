@@ -37,7 +37,9 @@ def declared_encoding(page: bytes) -> str | None:
 
 
 def detected_encoding(data: bytes) -> str | None:
-    """Return Python's name of the encoding of a text that is not UTF-8; None if it is not certain, or not in `_READ`.
+    """Return Python's name of the encoding of a text that is not UTF-8.
+
+    Returns None if the encoding is not certain, or not in `_READ`.
 
     Also returns None for bytes with control characters, which are not taken for text.
     """

@@ -88,7 +88,7 @@ def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
 
 
 def _positions(tensors: Tensors, split: Split) -> Faults:
-    """Check positions: all are in the middle, and those of sampled queries ascend.
+    """Check positions: all are in the middle, and the positions of sampled queries ascend.
 
     `token_order` must have each token of the middle once in each head.
     """

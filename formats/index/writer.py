@@ -67,7 +67,7 @@ class ArtifactWriter(BuildFolder):
         self._ended: dict[str, WholeFile] = {}
         """Files whose rows are all written, but which still have a temporary name."""
         self._continued: dict[str, tuple[UnfinishedFile, int]] = {}
-        """Files of an interrupted prefill, with the number of leading rows that it has written to each."""
+        """Files of an interrupted prefill, each with the number of leading rows that the prefill has written to it."""
         self._keeper: PrefillKeeper | None = None
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -319,7 +319,7 @@ def _sparse_output(
     positions: torch.Tensor,
     rest: Sequence[CentroidSegment],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one softmax to selected tokens, exact rows (sinks, tail, later tokens) and centroids of the rest.
+    """Attend with one softmax to selected tokens, exact rows (sinks, tail, later tokens) and the centroids `rest`.
 
     Returns the output [Hk, G, Q, D] and the log-sum-exp [Hk, G, Q] of the logits.
     """

@@ -108,9 +108,9 @@ def rounded(share: float) -> float:
 class Candidate:
     """A variant of a method whose budget is searched on all layers.
 
-    `hopeless` is True if no variant of the method met the goal on the sample of layers and queries; always False for a
-    goal on perplexity, which is not measured on samples. A hopeless variant is measured at one budget only. `raised` is
-    the number of times that the target was raised.
+    `hopeless` is True if no variant of the method met the goal on the sample of layers and queries. It is always False
+    for a goal on perplexity, because samples do not have a perplexity. A hopeless variant is measured at one budget
+    only. `raised` is the number of times that the target was raised.
     """
 
     form: MethodSpec
@@ -196,8 +196,9 @@ class FineSearch:
         """Search candidates and measure them on held-out queries.
 
         A candidate that misses the goal on held-out queries by more than the tolerance is searched again, at most
-        RAISES times, unless it is hopeless or missed its target on the first half already. Its new target is the gain
-        that it reached on the first half plus the amount by which it missed the goal on the second half.
+        RAISES times. Its new target is the gain that it reached on the tail's first half plus the amount by which it
+        missed the goal on the second half. A hopeless candidate, and one that has not reached its target on the first
+        half, is not searched again.
         """
         self._search(found)
         while found:
