@@ -69,7 +69,7 @@ def build_hint(folder: Path) -> str:
 
 
 def first_build_hint() -> str:
-    """Return a hint for building an index: from the largest of the current folder's TEXT_ENDINGS, or else the help."""
+    """Return a hint for building an index: from the current folder's largest text (.txt, .md, .rst), or by the help."""
     texts = list(_texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)))
     if texts:
         return f"build one with {command('build-index', max(texts, key=lambda text: text.stat().st_size))}"
@@ -85,7 +85,7 @@ def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
 
 
 def no_folder(given: Path) -> str:
-    """Return the end of an error message about a file that was given as an index: why it is none, and a remedy."""
+    """Return the end of an error message about a file that was given as an index: what the file is, and a remedy."""
     if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
         return "is not a folder, and an index is a folder; name the folder that build-index printed"
     index = with_ending(given)

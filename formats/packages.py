@@ -22,7 +22,7 @@ def wrong_class(kind: type, what: str) -> SparsekvError:
 
 @contextmanager
 def told_of(kind: type) -> Iterator[None]:
-    """Within the context, convert errors to a SparsekvError that names the class `kind`, if it is another package's.
+    """Within the context, convert errors to a SparsekvError that names `kind`, a class of another package.
 
     A SparsekvError is raised unchanged, and so is every error if `kind` is a class of this package. SystemExit is
     converted, too. KeyboardInterrupt is not, because it cannot be told from Ctrl-C.

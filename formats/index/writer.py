@@ -396,7 +396,7 @@ class PartWriter:
         self.leave()
 
     def join(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
-        """Open shared files of an index; return whether all could be opened. They cannot be on another machine."""
+        """Open shared files of an index; return whether all could be opened. On another machine none can be opened."""
         self._folder = folder
         try:
             opened = Folder(folder)
@@ -437,7 +437,7 @@ class PartWriter:
         return self._ended[name]
 
     def end(self, name: str, seconds: float) -> bool:
-        """Close a file for writing if this process's rows are written within at most `seconds`.
+        """Stop writing to a file and close it, if this process's rows are written within `seconds`.
 
         Returns:
             Whether the rows are written; also True if the file was not joined.

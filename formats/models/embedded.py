@@ -125,8 +125,8 @@ def remember(name: str) -> None:
 def may_be_loaded(name: str) -> bool:
     """Whether a model that an index or another file names may be loaded.
 
-    Only the embedded model and models that the user has named may be loaded. A hub id may not if a file or folder with
-    this name exists.
+    Only the embedded model and models that the user has named may be loaded. The model of a hub id may not be loaded if
+    a local file or folder has the same name.
     """
     if name == EMBEDDED:
         return True

@@ -203,7 +203,7 @@ CHECKED = {
     "attention.sliding_window": "sliding_window",
     "expert_count": "num_local_experts",
 }
-"""Keys in GGUF files that determine a model's attention, without the architecture's name, and their names in
+"""Settings that determine a model's attention: the key in GGUF files after the architecture's name, and the name in
 transformers' configs."""
 
 

@@ -250,7 +250,10 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
-    """Return the share [Hk, Q] of the oracle's tokens that the selector scores; NaN if it does not report these."""
+    """Return the share [Hk, Q] of the oracle's tokens that the selector scores.
+
+    Returns NaN if the selector does not report which tokens it scores.
+    """
     report = selector.report
     if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)
