@@ -96,7 +96,8 @@ def docx_text(data: bytes) -> str:
 def html_text(page: str, *, navigation: bool = False) -> str:
     """Return the text of an HTML page: headings with #, lists with - or numbers, cells of tables with | between them.
 
-    Scripts, styles and pictures are left out. So is navigation, unless it is more than half of the text.
+    Scripts and styles are left out, and pictures except for their alternative text. Navigation is left out unless it is
+    more than half of the text.
 
     Args:
         navigation: whether to keep navigation in any case.

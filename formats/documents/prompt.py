@@ -211,8 +211,8 @@ def _first_tokens(pages: Sequence[int], begins: list[int], stops_at: int | None,
     Args:
         pages: index of each page's first character in the document's text.
         begins, stops_at: as in `_table`.
-        within: tokens of the pages' text. If the token before them has the text's first characters, the first page gets
-            the first of these tokens.
+        within: tokens of the pages' text. If the text's first characters belong to the token before `within`, the first
+            page gets the first token of `within`.
     """
     kept = [page for page in pages if stops_at is None or page < stops_at]
     tokens = (max(bisect_right(begins, page) - 1, within.start) for page in kept)

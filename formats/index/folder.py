@@ -53,7 +53,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class SharedFile:
-    """A handle through which another process on the same machine opens a file: its path, device and inode.
+    """A handle through which another process on the same machine opens a file: path, machine, device and inode.
 
     Device and inode identify a file only on one machine. Only there do all processes see each other's writes at once:
     across machines, the first process could hash outdated pages of its own page cache.

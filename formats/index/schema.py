@@ -571,7 +571,7 @@ class Manifest(Record):
 
     @property
     def indexed_layers(self) -> list[int]:
-        """Indices of the layers with full attention, for which methods build tensors; others have a sliding window."""
+        """Indices of the layers that attend without a sliding window. Methods build tensors for these layers only."""
         return [layer for layer, facts in self.attending.items() if facts.sliding_window is None]
 
     @property

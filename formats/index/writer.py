@@ -138,7 +138,8 @@ class ArtifactWriter(BuildFolder):
         Args:
             recipe: the hash of everything that determines the content, except the files in `of`.
             of: files of this build from which this file is made. Their checksums become part of its recipe.
-            wait: wait until at most 6 GiB of tensors are held in all. False for tensors that stay in memory anyway.
+            wait: wait until the tensors fit into the limit of 6 GiB (see `HeldTensors`). False for tensors that stay in
+                memory anyway.
 
         Raises:
             ArtifactError: an earlier file could not be written.

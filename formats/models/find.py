@@ -1,4 +1,4 @@
-"""Find a model's folder: the embedded model's folder, a local folder, or a folder in the Hugging Face hub's cache."""
+"""Find the folder of a model: of the embedded model, a converted GGUF file, a local folder or a model of the hub."""
 
 import os
 import shlex

@@ -157,7 +157,7 @@ def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
     """Download a model for use offline, and return its folder. All checksums of the embedded model are recomputed.
 
     Raises:
-        UsageError: the model does not exist, or the name is a local folder.
+        UsageError: the name is a local folder. Also raises the errors of `find_model`.
         SparsekvError: the network or disk space is missing, or a checksum is wrong.
     """
     if name == EMBEDDED:

@@ -42,7 +42,10 @@ class HidingExecutor(GatherExecutor):
         return LayerOutput(output, fetched.rows_read)
 
     def _without(self, fetched: Fetched, selection: Selection, selector: Selector, hidden: torch.Tensor) -> Fetched:
-        """Mark the fetched rows of hidden tokens [M] as not valid, and reduce the token counts of the centroids."""
+        """Mark the fetched rows of hidden tokens [M] as not valid.
+
+        If the method reports each token's centroid, also reduce the token counts of attended centroids.
+        """
         positions = chosen_positions(selection.rows, self.selector.layout, len(hidden)).to(hidden.device)
         shown = ~torch.cat([hidden, hidden.new_ones(1)])[positions]
         valid = shown if fetched.valid is None else shown & fetched.valid

@@ -21,7 +21,8 @@ class AttendedStep:
     """One layer's attention in a step of Q queries that share a selection.
 
     Attributes:
-        selection: the selector's selection, as rows of `layout`.
+        selection: the selector's selection, as indices of stored rows.
+        layout: [Hk, M], the middle position of each stored row; None: rows are stored in order of position.
         fetched: the keys and values fetched for the selection.
         weights: attention weights [Hk, G, Q, T] of selected rows, exact rows (sinks, tail and new tokens), centroids of
             the unselected tokens, and learned sink logits, in this order.
