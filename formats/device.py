@@ -1,4 +1,4 @@
-"""Choose a command's device, measure its memory, and read or map files to it, with threads that prefetch."""
+"""Choose a command's device, measure a GPU's memory, read files into it, and run threads that read ahead."""
 
 import ctypes
 import errno
@@ -245,10 +245,10 @@ def release_pages(mapped: torch.Tensor) -> None:
 
 
 def map_pages(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Map all memory pages of tensors that are views of mapped files, and yield after each AT_ONCE bytes.
+    """Map all memory pages of tensors that are views of mapped files, at most AT_ONCE bytes before each yield.
 
-    Otherwise the first access would cause a page fault for every sixteen pages. Has no effect on tensors in other
-    memory and on systems without MADV_POPULATE_READ. Other threads can run while pages are mapped.
+    Otherwise the first access would cause a page fault for every sixteen pages. Has no effect on systems without
+    MADV_POPULATE_READ. Other threads can run while pages are mapped.
     """
     for tensor in tensors:
         first, length = _whole_pages(tensor)

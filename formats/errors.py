@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each has an exit code and prints one line with a remedy on stderr."""
+"""Errors that a user can cause. Each has an exit code, and a message of one line with a remedy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any, get_args
 NEAR = 70.0
 """The lowest similarity (0 to 100) at which a name is suggested: one or two letters of a word differ."""
 LEAVE_OUT = "leave the option out, or give --model the index's own model if the index was built with this option"
-"""Remedy for a model that does not support a build option, which may come from the command line or from the index."""
+"""Remedy if a model does not support a build option. The option may come from the command line or from the index."""
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
@@ -39,7 +39,7 @@ def choose_one(given: str, known: Iterable[str]) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return, in lower case, the operating system's reason for an error, or the error's message if it has none."""
+    """Return the operating system's reason for an error, or else the error's message, in lower case."""
     return (getattr(error, "strerror", None) or str(error)).lower()
 
 
@@ -71,10 +71,11 @@ _KINDS: dict[Any, tuple[type, str]] = {
 
 
 def check_type(name: str, value: object, annotation: Any) -> None:
-    """Raise UsageError if a value has none of an annotation's types, which are bool, int, float, str and None.
+    """Raise UsageError if a value has none of the types of an annotation. The message begins with `name`.
 
-    An annotation with any other type allows every value. numpy's numbers are numbers, and a bool is none. If a float is
-    allowed, also raise UsageError for a number that is larger than every float. The message begins with `name`.
+    Only annotations of bool, int, float, str and None are checked; any other annotation allows every value. numpy's
+    numbers count as numbers, and a bool does not. If a float is allowed, also raise UsageError for a whole number that
+    is larger than every float.
     """
     allowed = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if not set(allowed) <= {*_KINDS, type(None)} or (value is None and type(None) in allowed):
@@ -91,7 +92,7 @@ def check_type(name: str, value: object, annotation: Any) -> None:
 
 
 def check_at_least_one(parameters: object, *names: str) -> None:
-    """Raise UsageError if one of the named parameters is below 1. The message names its command-line option."""
+    """Raise UsageError if one of the named parameters is below 1. The message names the command-line option."""
     for name in names:
         if (value := getattr(parameters, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give at least 1")

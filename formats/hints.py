@@ -13,8 +13,8 @@ AUTO_ELSEWHERE = "auto works only as --method of `generate` and `chat`"
 """Reason for which other commands refuse the method `auto`."""
 
 _EXTENSION = re.compile(r"\.(?!v\d+$)[a-z][a-z0-9_+-]*", re.IGNORECASE)
-"""An extension begins with a letter and is no version: .0, .2024-05 and .v2 in Apache-2.0, notes.2024-05 and paper.v2
-are parts of the name."""
+"""An extension begins with a letter and is not a version such as .v2. So Apache-2.0, notes.2024-05 and paper.v2 have no
+extension."""
 
 
 def has_extension(path: Path) -> bool:
@@ -28,7 +28,10 @@ def with_ending(path: Path, ending: str = ENDING) -> Path:
 
 
 def beside(folder: Path) -> Iterator[Path]:
-    """Yield the paths next to an index's folder that are indexed into it by default: manual.txt for manual.skv."""
+    """Yield the paths next to an index's folder from which `build-index` may make this folder by default.
+
+    For manual.skv these are `manual`, which need not exist, and all paths `manual.*` except the folder itself.
+    """
     own = folder.parent / folder.stem
     yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
 
@@ -50,8 +53,9 @@ def _argument(part: str | Path) -> str:
 def build_hint(folder: Path) -> str:
     """Return a hint for a missing index.
 
-    The hint is the first that applies: name the index FOLDER.skv, which exists; build the index from the text with its
-    name (manual.txt for manual.skv); name an existing index with a similar name; read the help of `build-index`.
+    The hint is the first that applies: name the index FOLDER.skv, which exists; build the index from the text of the
+    same name (manual.txt for manual.skv); name an existing index, with a suggestion if one has a similar name, or read
+    the help of `build-index`.
     """
     named = folder.with_name(f"{folder.name}.skv")
     if named.is_dir():
@@ -65,7 +69,7 @@ def build_hint(folder: Path) -> str:
 
 
 def first_build_hint() -> str:
-    """Return a hint how to build an index: from the longest text in the current folder, or else by reading the help."""
+    """Return a hint for building an index: from the current folder's largest text (.txt, .md, .rst), or by the help."""
     texts = list(_texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)))
     if texts:
         return f"build one with {command('build-index', max(texts, key=lambda text: text.stat().st_size))}"
@@ -81,7 +85,7 @@ def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
 
 
 def no_folder(given: Path) -> str:
-    """Return the rest of an error message for a file that was given as an index: its kind, and a remedy."""
+    """Return the end of an error message about a file that was given as an index: what the file is, and a remedy."""
     if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
         return "is not a folder, and an index is a folder; name the folder that build-index printed"
     index = with_ending(given)
@@ -91,7 +95,7 @@ def no_folder(given: Path) -> str:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file begins as UTF-8 text does."""
+    """Whether a file can be read, and its first 4 KiB are UTF-8 text without zero bytes and not only white space."""
     try:
         with path.open("rb") as file:
             data = file.read(_LOOKED_AT)

@@ -15,8 +15,9 @@ BLOCK_MILLISECONDS = 1
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set environment variables that limit how long OpenMP threads spin, unless the user has set them.
 
-    The variables have no effect once torch is loaded. A spinning thread occupies a core. Another process may need that
-    core to finish the work that the thread waits for.
+    If the user has set OMP_WAIT_POLICY, which also limits spinning, nothing is set. The variables have no effect once
+    torch is loaded. A spinning thread occupies a core that another process may need to finish the work for which the
+    thread waits.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(SPINS))

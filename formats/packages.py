@@ -1,4 +1,4 @@
-"""Classes of installed packages: their packages' names, and errors of their code as lines that name them."""
+"""Name the package of a method's or an indexer's class, and turn errors of its code into one line that names both."""
 
 import traceback
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ def package_of(kind: type) -> str:
 
 
 def wrong_class(kind: type, what: str) -> SparsekvError:
-    """Return an error whose line names a method's or an indexer's class, its package and the fault `what`."""
+    """Return an error whose line names a method's or an indexer's class, the class's package and the fault `what`."""
     return SparsekvError(f"{_named(kind)}: {what}; correct the method")
 
 
 @contextmanager
 def told_of(kind: type) -> Iterator[None]:
-    """Within the context, convert errors of another package's class to a SparsekvError that names it.
+    """Within the context, convert errors to a SparsekvError that names `kind`, a class of another package.
 
-    SystemExit is an error, too. KeyboardInterrupt is not, because it cannot be told from Ctrl-C. Errors of this
-    package's classes stay what they are.
+    A SparsekvError is raised unchanged, and so is every error if `kind` is a class of this package. SystemExit is
+    converted, too. KeyboardInterrupt is not, because it cannot be told from Ctrl-C.
     """
     try:
         yield

@@ -40,8 +40,8 @@ class Registry(Generic[T]):
         """Return all entries by name, sorted.
 
         Raises:
-            UsageError: an entry of an installed package cannot be loaded, has the wrong base class, lacks a function,
-                has a field that cannot be an option, or has a name that is taken.
+            UsageError: an entry of an installed package cannot be loaded or has the wrong base class, or `add` or
+                `check_options` refuses it.
         """
         if not self.found:
             package = importlib.import_module(self.package)
@@ -90,9 +90,10 @@ _KINDS: tuple[Any, ...] = (int, float, str, bool)
 
 
 def check_options(source: str, kind: type) -> None:
-    """Raise UsageError if a class is no dataclass, or if a field cannot be an option.
+    """Raise UsageError if a class has annotated fields of its own and is no dataclass, or a field cannot be an option.
 
-    Also raise it for a public attribute without an annotation whose value is a number, a string, a bool or a tuple.
+    Also raise it for a public attribute without an annotation whose value is a number, a string, a bool or a tuple. An
+    attribute that overrides one of a base class is allowed.
 
     Args:
         source: the beginning of the message: the entry's kind and name, and its package if that is an installed one.

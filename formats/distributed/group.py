@@ -139,7 +139,7 @@ class."""
 class Ranks:
     """Communication of this process, one of the ranks that share a model, with the other ranks.
 
-    All ranks must call the methods, except `first`, in the same order.
+    All ranks must call the methods in the same order; where the first rank calls `take`, the others call `give`.
 
     Attributes:
         number: number of this rank, from 0.
@@ -153,7 +153,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes files, directs the other ranks and prints results."""
+        """Whether this is the rank that creates and names files, directs the other ranks and prints results."""
         return self.number == 0
 
     def share(self, value: T | None) -> T:
@@ -205,7 +205,7 @@ class Ranks:
         return whole
 
     def give(self, own: Tensors | None) -> None:
-        """Send tensors of any shapes and dtypes, or none, to the first rank, which must call `take`."""
+        """Send tensors of any shapes and dtypes to the first rank, which must call `take`; None: send no tensors."""
         self.collect(
             None
             if own is None
@@ -216,7 +216,7 @@ class Ranks:
                 dist.send(_bytes(tensor.contiguous()), 0)
 
     def take(self) -> Iterator[Tensors]:
-        """Yield the tensors of each other rank that sends any by `give`, in rank order. Exhaust the iterator."""
+        """Yield, in rank order, the tensors of each other rank whose `give` has not sent None. Exhaust the iterator."""
         forms: list[dict[str, TensorForm] | None] = self.collect(None)
         for number, given in enumerate(forms):
             if given is not None:
@@ -243,7 +243,7 @@ def join(place: Place) -> Ranks:
     A rank uses the GPU of its local rank, or the CPU if torch finds no GPU.
 
     Raises:
-        UsageError: there are fewer GPUs than ranks.
+        UsageError: this machine has GPUs, but none for this rank.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -266,8 +266,8 @@ def join(place: Place) -> Ranks:
 def is_first_to_tell(place: Place) -> bool:
     """Whether this rank is the first to report an error to the user.
 
-    Of all calls in all ranks only the first returns True. Under torchrun, before the ranks are connected, every call of
-    rank 0 returns True instead.
+    Of all calls in all ranks at most one returns True: the first, unless the folder of `place` is gone. Under torchrun,
+    before the ranks are connected, every call of rank 0 returns True instead.
     """
     if place.folder is not None:
         try:

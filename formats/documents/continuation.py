@@ -35,9 +35,9 @@ SAMPLES = (
 )
 """Sample beginnings of a question. Document tokens that one of them changes are held back."""
 _LEAD = 32
-"""Number of last tokens that are decoded to text, after which the following text is tokenised."""
+"""Number of a prompt's last tokens from which `border_behind` decodes the border's `lead`."""
 _WINDOWS = (64, 256, 4096)
-"""Sizes, in characters, of the ends of a text that are tokenised, one after another, to find where to split it."""
+"""Sizes, in characters, of the ends of a text that are tokenised one after another to find where to split the text."""
 
 
 def find_border(
@@ -50,8 +50,9 @@ def find_border(
 ) -> tuple[list[int], Border]:
     """Split a text's token ids: return the leading ids that no sample of following text changes, and the border there.
 
-    The border's `held` is the rest of the text, which is tokenised together with the following text. Its `lead` is the
-    end of the text before `held`. All ids are returned if the text cannot be split within its last 4,096 characters.
+    The border's `held` is the text after these ids, which is tokenised together with the following text. The border's
+    `lead` is the end of the text before `held`. All ids are returned if the text cannot be split within its last 4,096
+    characters.
 
     Args:
         ids: the token ids of the text.
@@ -124,9 +125,9 @@ def encode_more(
     *,
     special_tokens: bool = False,
 ) -> tuple[EncodedText, ChatFrame | None, Border | None]:
-    """Tokenise a text that is appended to a stored prompt after a blank line.
+    """Tokenise a text that is appended to a stored prompt: after a blank line, or after an answer as the next message.
 
-    After an answer, the text begins the next message, as a document does.
+    Before the next message comes the chat template's text between an answer and a question.
 
     Args:
         border: the end of the stored prompt, on which the text's first tokens depend.
@@ -153,7 +154,7 @@ def encode_more(
 
 
 def plain_end(tokenizer: PreTrainedTokenizerBase, frame: str) -> str:
-    """Return the text at the end of a chat frame, after its last added token."""
+    """Return the text after the last added token in a chat frame; the whole frame if it has no added token."""
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token).strip()]
     return frame[max((frame.rfind(token) + len(token) for token in tokens if token in frame), default=0) :]
 

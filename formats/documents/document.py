@@ -27,7 +27,8 @@ _READ_BYTES = 2**20
 def open_source(source: str, *, option: str = "") -> Iterator[BinaryIO]:
     """Open a file, or standard input for `-`, for reading bytes. Errors while reading name the source.
 
-    Reading a pipe waits for its writer without a time limit. Only a pipe that no process opens for writing is an error.
+    Reading a pipe waits for its writer without a time limit. A pipe that no process opens for writing within PATIENCE
+    seconds is an error.
 
     Args:
         option: the option by which the user named the file, for error messages.
@@ -145,10 +146,10 @@ _MARKABLE = (UTF_8, "utf-8-sig")
 class Document:
     """A text that is read in pieces, each of which is checked and hashed.
 
-    `first` and `whole` keep the pieces that they read in memory. A byte order mark at the start is removed. If it is
-    one of UTF-16 or UTF-32, it decides the encoding instead of UTF-8. All methods except `of` raise UsageError if the
-    bytes that they read are not text in the encoding, or if the whole text is white space. The encodings `utf-16` and
-    `utf-32` need a byte order mark.
+    `first` and `whole` keep in memory the pieces that they read. A byte order mark at the start is removed. If it is
+    one of UTF-16 or UTF-32, it decides the encoding instead of UTF-8. The encodings `utf-16` and `utf-32` need a byte
+    order mark. All methods except `of` raise UsageError if the bytes that they read are not text in the encoding or
+    have a zero character, or if the whole text is white space.
 
     Args:
         encoding: a name that `check_encoding` has returned.
@@ -314,8 +315,8 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
     """Open the document in a file, or on standard input for `-`. The text of PDF, DOCX and HTML files is extracted.
 
     Args:
-        whole: read the whole document now. Otherwise read its first MiB, which mostly shows whether it is text. Text
-            that is extracted is always whole.
+        whole: read the whole document now. Otherwise read its first 2**20 characters, which mostly show whether it is
+            text. Text that is extracted is always whole.
         encoding: a name of the text's encoding, such as `utf-8` or `latin-1`.
 
     Raises:

@@ -37,9 +37,10 @@ def declared_encoding(page: bytes) -> str | None:
 
 
 def detected_encoding(data: bytes) -> str | None:
-    """Return Python's name of the encoding of a text that is not UTF-8; None if it is not certain, or not in `_READ`.
+    """Return Python's name of the encoding of a text that is not UTF-8.
 
-    Also returns None for bytes with control characters, which are not taken for text.
+    Returns None if the encoding is not certain or not in `_READ`. Also returns None for bytes with control characters,
+    which are not taken for text.
     """
     if _CONTROLS.search(data.translate(None, bytes(range(0x7F, 0x100))).decode("ascii")):
         return None

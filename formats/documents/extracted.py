@@ -23,9 +23,9 @@ PDF, DOCX, HTML = range(3)
 _ENDINGS = {".pdf": PDF, ".docx": DOCX, ".htm": HTML, ".html": HTML, ".xhtml": HTML}
 _NAMES = ("PDF", "DOCX", "HTML")
 MOST_BYTES = 64 << 20
-"""Size of the largest PDF or DOCX file that is read."""
+"""Maximum size, in bytes, of a PDF or DOCX file, and of an HTML file that is the whole document."""
 LEAST_SECONDS, MOST_SECONDS = 10, 120
-"""The smallest and the largest limit of the processor time for a file, which depends on its size. The extraction may
+"""Smallest and largest limit of the processor time for a file; the limit rises with the file's size. The extraction may
 take twice the limit by the clock."""
 _SECONDS_A_MEBIBYTE = {PDF: 20, DOCX: 20, HTML: 2}
 SECONDS_IN_ALL = 600

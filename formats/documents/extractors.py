@@ -65,7 +65,8 @@ def pdf_text(data: bytes) -> str:
 def docx_text(data: bytes) -> str:
     """Return the text of a DOCX file: paragraphs, headings, lists, tables and notes.
 
-    Raises LockedError, LongError, ValueError for a document type, or any error of mammoth for a damaged file.
+    Raises LockedError, LongError, ValueError for a document type declaration, or any error of mammoth for a damaged
+    file.
     """
     import mammoth
 
@@ -95,7 +96,8 @@ def docx_text(data: bytes) -> str:
 def html_text(page: str, *, navigation: bool = False) -> str:
     """Return the text of an HTML page: headings with #, lists with - or numbers, cells of tables with | between them.
 
-    Scripts, styles and pictures are left out. So is navigation, unless it is more than half of the text.
+    Scripts and styles are left out, and pictures except for their alternative text. Navigation is left out unless it is
+    more than half of the text.
 
     Args:
         navigation: whether to keep navigation in any case.
@@ -153,7 +155,8 @@ _DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
 class _Renderer(HTMLParser):
     """Renders a page to `pieces` of text.
 
-    With the argument `navigation`, navigation is kept. The attribute counts its characters that were left out.
+    With the argument `navigation`, navigation is kept. The attribute `navigation` is the number of characters of
+    navigation that were left out.
 
     The text in an element that is left out is rendered, and removed at the end of the element. So no text is lost if
     the element has no end, because the page is cut or wrong.
@@ -313,9 +316,9 @@ KINDS: tuple[Callable[[bytes], str], ...] = (
 
 
 def limit(seconds: int) -> None:
-    """Limit this process to `seconds` of processor time and MOST_MEMORY bytes, and refuse to open or write other files.
+    """Limit this process to `seconds` of processor time and MOST_MEMORY bytes of memory, and forbid writing to files.
 
-    Only Python's own modules may be read.
+    Opening files, connections and processes raises PermissionError, except to read Python's own modules.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))

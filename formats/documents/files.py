@@ -1,6 +1,6 @@
 """Choose and read the files of a document: the files of a folder, or of several files, folders and globs.
 
-No file outside a folder is read through the folder: its links are never followed, and only regular files are opened.
+No file outside a folder is read through the folder: its links are never followed, and only regular files are read.
 """
 
 import hashlib
@@ -182,7 +182,7 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
     """Read several files, folders and globs as one document.
 
     Paths are relative to the current folder if all files are in it, and otherwise to the innermost folder that contains
-    all files. A file that is named itself is read even if it is hidden or ignored.
+    all files. A file that is named itself is read even if it is hidden, ignored, excluded or not included.
 
     Raises:
         UsageError: a named file does not exist, a glob matches no file, a name is `-`, a folder cannot be read, or the

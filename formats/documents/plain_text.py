@@ -179,8 +179,9 @@ def encode_after(
     """Tokenise the parts of a text that continues `lead`.
 
     `lead` is tokenised together with the parts, and its tokens are left out of the result. The parts alone would get
-    the prefix with which a SentencePiece tokenizer begins each text. If the parts change the tokens of `lead`, a text
-    of `_NEUTRAL` is used instead of `lead`. If they change the tokens of these too, they are tokenised alone.
+    the prefix with which a SentencePiece tokenizer begins each text. If the parts change the tokens of `lead`, such a
+    tokenizer gets a text of `_NEUTRAL` instead of `lead`. If the parts change the tokens of all these texts, or the
+    tokenizer puts no prefix, the parts are tokenised alone.
 
     Args:
         lead: the end of the text before the parts. Control tokens in it are plain text.

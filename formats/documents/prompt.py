@@ -59,7 +59,7 @@ class FixedPrompt:
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
-    """Return the chat template's texts before the document, between document and question, and after the question.
+    """Return the texts around document and question: the chat template's before and after, and a blank line between.
 
     Returns None for a tokenizer without a chat template.
 
@@ -130,7 +130,7 @@ def encode_prompt(
     """Tokenise the fixed prompt: the chat template's text before the document, then the document's tokens.
 
     Args:
-        text: the document. If it is cut, a `Document` keeps in memory only as much text as these tokens need.
+        text: the document. If a `Document` is cut, it keeps in memory only as much text as the prompt's tokens need.
             `SourceTexts` are joined.
         raw: tokenise the document without the chat template.
         before: see `chat_frame`.
@@ -211,8 +211,8 @@ def _first_tokens(pages: Sequence[int], begins: list[int], stops_at: int | None,
     Args:
         pages: index of each page's first character in the document's text.
         begins, stops_at: as in `_table`.
-        within: tokens of the pages' text. If the token before them has the text's first characters, the first page gets
-            the first of these tokens.
+        within: tokens of the pages' text. If the text's first characters belong to the token before `within`, the first
+            page gets the first token of `within`.
     """
     kept = [page for page in pages if stops_at is None or page < stops_at]
     tokens = (max(bisect_right(begins, page) - 1, within.start) for page in kept)
@@ -325,7 +325,8 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the added token with which the chat template ends an answer.
 
-    Returns None if the text that the template puts after an answer does not begin with an added token.
+    Returns None if the text that the template puts after an answer does not begin, after white space, with an added
+    token.
     """
     _, _, rest = _rendered(tokenizer, 2).partition(_ANSWER)
     rest = rest.lstrip()

@@ -40,7 +40,8 @@ def check_output(path: Path) -> None:
     """Check that an index can be written to a path. Called before a model is loaded.
 
     Raises:
-        ArtifactError: the path is a file or below one, is a folder with other files, or cannot be read or written.
+        ArtifactError: the path is a file or below one, is a folder with files and no index, or cannot be read or
+            written.
     """
     if os.path.lexists(path):
         if not path.is_dir():
@@ -146,7 +147,7 @@ class BuildFolder:
         return content in self._whole
 
     def newly_damaged(self) -> list[str]:
-        """Return the base's files that were found missing or damaged since the last call."""
+        """Return the paths of the base's files that `is_whole` has found missing or damaged since the last call."""
         new = [path for path, returned in self._damaged.items() if not returned]
         self._damaged |= dict.fromkeys(new, True)
         return new

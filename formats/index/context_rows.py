@@ -28,8 +28,9 @@ Tensors = Mapping[str, torch.Tensor]
 def quantise(keys: torch.Tensor, values: torch.Tensor, like: Tensors | None = None) -> dict[str, torch.Tensor]:
     """Quantise keys and values [Hk, N, D], finite and of any floating dtype, to int8 on their device.
 
-    Before `restore` rounds it to a dtype, a number differs from the original by at most half its scale. A key's scale
-    is its token's scale times its channel's scale. Allocates the int8 result twice, and float32 copies of PIECE tokens.
+    A dequantised number differs from the original by at most half its scale, before `restore` rounds it to a dtype. A
+    key's scale is the product of its token's and its channel's scale. Allocates the int8 result twice, and float32
+    copies of PIECE tokens.
 
     Args:
         like: the result of an earlier call for the tokens before these. Its channel scales and offsets are used again.

@@ -53,7 +53,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class SharedFile:
-    """A handle through which another process on the same machine opens a file: its path, device and inode.
+    """A handle through which another process on the same machine opens a file: path, machine, device and inode.
 
     Device and inode identify a file only on one machine. Only there do all processes see each other's writes at once:
     across machines, the first process could hash outdated pages of its own page cache.
@@ -99,7 +99,7 @@ class UnfinishedFile(OpenFile):
         found: open the file that an interrupted build has left under this temporary name; False: create the file.
 
     Raises:
-        OSError: the file cannot be created or opened, or the left file is not a regular file with a single name.
+        OSError: the file cannot be created or opened, or the file found is not a regular file with a single name.
     """
 
     def __init__(self, parent: int, path: str, number: str | None = None, *, found: bool = False):
@@ -132,7 +132,7 @@ class UnfinishedFile(OpenFile):
         self._close()
 
     def discard(self) -> None:
-        """Remove the file unless it was kept."""
+        """Remove the file unless it was kept or left. Errors of the removal are ignored."""
         try:
             with contextlib.suppress(OSError):
                 if self._open:
@@ -158,8 +158,8 @@ class UnfinishedFile(OpenFile):
 class JoinedFile(OpenFile):
     """The unfinished file of another process, opened here for writing. Only the other process renames or removes it.
 
-    This process never creates the file. If it outlives the other process, it still writes to the temporary file, which
-    the next build removes, and never to a finished file.
+    This process never creates the file. If this process outlives the other one, it still writes to the temporary file,
+    which the next build removes, and never to a finished file.
 
     Args:
         parent: descriptor of the folder that contains the file.
@@ -254,7 +254,7 @@ class Folder:
         """Create a file under a temporary name, and its subfolder if that is missing. Raises OSError if it fails.
 
         Args:
-            number: 8 hex digits of the temporary name, which replaces a file or link of that name; random by default.
+            number: 8 hex digits of the temporary name; random by default. A file or link of that name is replaced.
         """
         with self._parent(name, make=True) as (parent, last):
             with contextlib.suppress(FileNotFoundError):
@@ -360,7 +360,7 @@ _MARK = b"An index of sparsekv lies in this folder: builds replace and remove th
 
 
 def is_marked(folder: Folder) -> bool:
-    """Whether a folder has the marker file, which every build of an index writes before all other files."""
+    """Whether a folder has the marker file, which a build writes before all other files except the lock."""
     try:
         return folder.read(MARKER, len(_MARK)) == _MARK
     except OSError:

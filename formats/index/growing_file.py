@@ -279,11 +279,8 @@ class GrowingFile(GrowingPart):
     def finish(self, path: str, recipe: str, remote_sum: RemoteSum | None = None) -> FileRecord:
         """Wait until all rows are written, give the file its name, and return its record.
 
-        The file is read back to compute its sha256, usually from the page cache. Other processes must have finished
-        writing their heads. Raises OSError if anything fails; the file is then removed.
-
-        Args:
-            remote_sum: returns the sha256 if another process computes it.
+        Unless `remote_sum` returns the sha256, the file is read back to compute it, usually from the page cache. Other
+        processes must have finished writing their heads. If anything fails, the file is removed and the error raised.
         """
         try:
             self.wait()

@@ -111,7 +111,10 @@ def fingerprint_weights(state: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _stored_tensors(state: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield named tensors; a tensor that only wraps others, such as quantised weights, is replaced by these."""
+    """Yield named tensors. A tensor that wraps others, such as quantised weights, is replaced by the wrapped tensors.
+
+    A tensor that is sharded over ranks is yielded as it is.
+    """
     for name, tensor in state:
         inner = getattr(tensor, "__tensor_flatten__", None)
         if inner is None or hasattr(tensor, "full_tensor"):
@@ -136,7 +139,7 @@ def _hash_samples(samples: Sequence[torch.Tensor]) -> list[str]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return at most 256 values of a tensor: a view, or a copy if the tensor is sharded over ranks.
+    """Return at most 256 values of a tensor. If the tensor is sharded over ranks, they are copies.
 
     Of n values, every floor(n / 256)-th is taken, from the first on, until there are 256. So the values at the end are
     not sampled. Of 257 to 511 values, the sample is the first 256.
@@ -163,7 +166,7 @@ def identify_model(
     Args:
         config: the model's text config as a mapping.
         weights_hash: the result of `fingerprint_weights`, for weights as in the checkpoint.
-        weights: the precision to which weights of linear layers are rounded after that.
+        weights: the precision to which weights of linear layers were rounded after loading; None: they were not.
     """
     kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
     kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # JSON has no infinite numbers

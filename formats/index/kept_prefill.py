@@ -210,7 +210,7 @@ class PrefillKeeper:
         self._last = self._threads.submit(self._note, end, written, made, ready)
 
     def close(self) -> None:
-        """Wait until all chunks are recorded. Leave the queries' file for the next build; remove it if no chunk is."""
+        """Wait until all chunks are recorded. Leave the file of queries to the next build; remove it without chunks."""
         self._threads.shutdown()
         if self.tokens:
             self._file.leave()

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 IN_EVERY = {"value_centroids", "lookup_centroids"}
 """Names of tensors that either every cluster level has or none has."""
 Faults = dict[str, torch.Tensor]
-"""Maps a tensor's name to a bool tensor on its device: True if the tensor holds invalid values."""
+"""Maps the name of each checked tensor to a bool on the tensor's device: True if the tensor holds invalid values."""
 
 
 def not_finite(tensors: Tensors) -> str | None:
@@ -40,7 +40,7 @@ def check_values(tensors: Tensors, split: Split, what: str) -> None:
     """Raise ArtifactError if the values of a method's tensors of one layer are invalid.
 
     Values are invalid if an index is out of bounds, a number is not finite, or tokens or channels are missing or in
-    the wrong order. They are also invalid if the clusters are inconsistent, or a tensor of them is missing or misnamed.
+    the wrong order. Inconsistent clusters, and a missing or misnamed tensor of clusters, are errors too.
 
     Args:
         tensors: tensors with the shapes that this module requires, on the device that will use them. Token positions
@@ -88,7 +88,7 @@ def _outside(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
 
 
 def _positions(tensors: Tensors, split: Split) -> Faults:
-    """Check positions: all are in the middle, and those of sampled queries ascend.
+    """Check positions: all are in the middle, and the positions of sampled queries ascend.
 
     `token_order` must have each token of the middle once in each head.
     """
@@ -278,9 +278,9 @@ def check_names(manifest: Manifest, folder: Path) -> None:
 
 
 def check_layout(manifest: Manifest, folder: Path) -> None:
-    """Raise ArtifactError if a manifest lacks files or contradicts itself, as in the shapes and dtypes of its tensors.
+    """Raise ArtifactError if a manifest lacks files or contradicts itself, for example in shapes and dtypes of tensors.
 
-    Tensors whose names this module does not list are not checked; methods of other packages may have them.
+    A method's tensors are checked only if this module lists their names. Methods of other packages may have others.
     """
     split, remedy = manifest.split, f"the manifest of {folder} contradicts itself: {{}}; {REBUILD}"
     if split.tokens != manifest.prompt.tokens:
@@ -320,9 +320,9 @@ _STATE = re.compile(r"layer_(\d{3})\.(conv|recurrent)_\d{1,2}")
 def _check_states(manifest: Manifest) -> None:
     """Raise ValueError if the files of recurrent and convolution states are invalid, or KeyError if one is missing.
 
-    An index with states needs those after sinks and middle, after all tokens but the last, and after all tokens. All
-    files must have the same tensors. Each tensor must belong to a layer of the index, and be in the index's dtype or in
-    float32. A layer that does not attend need not have a state.
+    An index with states must have the states after sinks and middle, after all tokens but the last, and after all
+    tokens. All files must have the same tensors. Each tensor must belong to a layer of the index, have a first axis of
+    size 1, and be in the index's dtype or in float32. A layer that does not attend need not have a state.
     """
     if not (stored := manifest.states):
         return
@@ -369,7 +369,8 @@ def _check_layer(manifest: Manifest, layer: int, facts: LayerFacts, letters: Let
 def form_fault(tensors: Any, split: Split, keys: torch.Tensor, dtype: str, what: str) -> str | None:
     """Return the first fault of the names, dtypes and shapes of a method's tensors of one layer; None if there is none.
 
-    Such tensors cannot be stored, or `check_layout` refuses an index with them. Centroids are not yet in int8.
+    Tensors with such a fault cannot be stored, or `check_layout` would refuse their index. Int8 centroids are a fault,
+    because centroids are rounded only when they are stored.
 
     Args:
         tensors: any object, because an indexer of another package returns it.
@@ -399,7 +400,9 @@ def form_fault(tensors: Any, split: Split, keys: torch.Tensor, dtype: str, what:
 
 
 def _check_method(name: str, tensors: dict[str, TensorRecord], letters: Letters, rows: str, *, in_8_bits: bool) -> None:
-    """Raise ValueError if a tensor of a method's file has a wrong shape or dtype, or int8 centroids lack a tensor.
+    """Raise ValueError if a tensor of a method's file has a wrong shape or dtype.
+
+    Also raise it if tensors of int8 centroids are missing, or if the index must not have them.
 
     `rows` is the index's dtype, and `in_8_bits` tells whether the index stores keys and values in int8.
     """
@@ -420,7 +423,8 @@ def first_axis(folder: str, tensor: str) -> str | None:
 def _known_shapes(name: str, tensors: dict[str, TensorRecord], *, in_8_bits: bool) -> dict[str, Shape]:
     """Return the shapes that tensors of a method's file must have.
 
-    If the file has one of the tensors of int8 centroids, it must have all of these tensors.
+    If the file has scales of int8 centroids, it must have all tensors of int8 centroids. A file without value centroids
+    needs only the tensors of key centroids.
 
     Raises:
         ValueError: the file has int8 centroids, but the index stores no keys and values in int8.

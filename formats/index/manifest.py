@@ -52,7 +52,7 @@ def top_logits(logits: torch.Tensor) -> Probe:
 
 
 def difference(probe: Probe, logits: torch.Tensor) -> float:
-    """Compute the largest difference of logits [vocabulary] from a probe's, relative to the probe's largest magnitude.
+    """Compute the largest difference of logits [vocabulary] from a probe's, divided by the probe's largest magnitude.
 
     The result may be NaN. It is infinite if the probe has token ids beyond the vocabulary.
     """
@@ -84,7 +84,7 @@ It is above 1 because rounding errors add up over layers.
 
 
 def is_over_exact(manifest: Manifest) -> bool:
-    """Whether the logits of probe and canary were computed over the rows before their rounding to int8."""
+    """Whether rows are stored in int8, and the logits of probe and canary were computed before the rounding to int8."""
     return manifest.kv_storage is not None and manifest.kv_storage.exact_probe
 
 
@@ -137,8 +137,8 @@ def read_journal(folder: Folder) -> Journal | None:
 class KeptJournal(Journal):
     """The journal of a running build, which any thread may change.
 
-    `name`, `add` and `note` write the journal to disk at once. What `know` and `reuse` change is written by the next of
-    these calls. A write that fails raises OSError.
+    `name` (for a new path), `add` and `note` write the journal to disk at once. Changes by `know` and `reuse` reach the
+    disk with the next write. A write that fails raises OSError.
 
     Args:
         folder: the index's folder. A journal that an interrupted build left there is continued.
@@ -229,7 +229,7 @@ def manifest_in(folder: Folder) -> Manifest:
 
 
 def _index_of(documents: Path) -> str:
-    """Return a hint which index is meant by the name of a folder that is not an index."""
+    """Return a hint for a folder that is not an index: the index of this name beside it, or else how to build one."""
     beside = with_ending(documents)
     if (beside / MANIFEST).is_file():
         return f"name the index beside it, {beside}"

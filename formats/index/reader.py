@@ -30,11 +30,11 @@ class Snapshot:
     """A manifest and its open files.
 
     Args:
-        mending: leave out a method's file that is missing or has a wrong size, instead of raising.
+        mending: leave out a method's file that is missing, has a wrong size or cannot be read, instead of raising.
 
     Raises:
         ArtifactError: there is no index, or it is unfinished, damaged or from a newer version. Or a file is missing,
-            has a wrong size, is no regular file, or cannot be read. Or the process may not open as many files, or
+            has a wrong size, is no regular file, or cannot be read. Or the process may not open so many files, or
             other processes keep replacing the index.
     """
 
@@ -215,7 +215,7 @@ class Artifact:
         On a CPU they are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
 
         Raises:
-            ArtifactError: the file cannot be read, does not match the manifest, or has numbers that are not finite.
+            ArtifactError: the file cannot be read, or a check of its first read fails. The class lists these checks.
         """
         what, first = self._named(name), name not in self._checked
         try:
@@ -239,9 +239,9 @@ class Artifact:
         return tensors
 
     def _own_rows(self, name: str, key: str, tensor: torch.Tensor) -> slice | None:
-        """Return the slice of a tensor's first axis that `tensors` returns; None, as always here: all of it.
+        """Return the slice of a tensor's first axis that `tensors` returns; None: the whole axis.
 
-        `ArtifactShare` overrides this method.
+        Always returns None here. `ArtifactShare` overrides this method.
 
         Args:
             name: the logical file.
@@ -267,7 +267,7 @@ class Artifact:
         return self.context_rows(layer, device).part(slice(None))
 
     def queries(self, layer: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Read a layer's held-out queries `tail` [Hq, R, D], and `sink_logits` [Hq] if it has attention sinks."""
+        """Read a layer's held-out queries `tail` [Hq, R, D], and `sink_logits` [Hq] of a layer with attention sinks."""
         return self.tensors(layer_file("queries", layer), device)
 
     def method_tensors(self, method: str, layer: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
@@ -425,7 +425,7 @@ class WholeFile:
 
 
 def find_whole(folder: Folder, shared: SharedFile) -> WholeFile:
-    """Open a complete file of an index by another process's handle. Raises OSError if the file does not match it."""
+    """Open a complete file of an index by another process's handle. Raises OSError if no file matches the handle."""
     descriptor = folder.open(shared.path)
     try:
         shared.check(descriptor)

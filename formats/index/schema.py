@@ -235,11 +235,12 @@ class ChatFrame(Record):
 
 _UNSAFE = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 SOURCE_PATH = re.compile(rf"(?!\.{{1,2}}/)[^/{_UNSAFE}]+(/(?!\.{{1,2}}(/|$))[^/{_UNSAFE}]+)*")
-"""Pattern of a source file's path: relative, without `..` and without characters that steer a terminal."""
+"""Pattern of a source file's path: relative, without parts `.` and `..`, without characters that steer a terminal. It
+also matches the whole paths `.` and `..`, which `is_source_path` refuses."""
 
 
 def is_source_path(path: str) -> bool:
-    """Whether a path is allowed in a table of files: relative, without `..`, and printable UTF-8."""
+    """Whether a path is allowed in a table of files: it matches `SOURCE_PATH`, is not `.` or `..`, and is UTF-8."""
     return SOURCE_PATH.fullmatch(path) is not None and path not in (".", "..") and _is_utf_8(path)
 
 
@@ -261,7 +262,7 @@ SourcePath = Annotated[str, AfterValidator(_checked_path)]
 
 
 Pages: TypeAlias = tuple[Count, ...]
-"""First token of each page of a text, ascending; empty for a text without pages. Page N is the Nth."""
+"""Position in the prompt of the first token of each page, ascending from page 1; empty for a text without pages."""
 
 
 def _check_pages(pages: Pages, start: int, stop: int) -> None:
@@ -290,7 +291,7 @@ class Prompt(Record):
     """The fixed prompt: its hashes, its chat frame, and the files and pages that its tokens come from.
 
     Attributes:
-        text_sha256: hash of the document's text. Each added text changes it to the hash of the hash before, in hex,
+        text_sha256: hash of the document's text. After text was added, it is the hash of the earlier hash, in hex,
             followed by the added text.
         ids_sha256: hash of the token ids.
         block_hashes: chained hashes of the token ids. Entry i covers the first 256 (i + 1) tokens.
@@ -379,8 +380,8 @@ class RopeFacts(Record):
 class LayerFacts(Record):
     """How one layer attends. A layer with a sliding window keeps dense attention, and methods build nothing for it.
 
-    Logits are multiplied by `softmax_scale`. `softcap` bounds the logits, and `sliding_window` is the number of tokens
-    that a query attends to; None: there is no such limit.
+    Logits are multiplied by `softmax_scale`. `softcap` bounds the logits; None: they are not bounded. `sliding_window`
+    is the largest number of tokens that a query attends to; None: a query attends to all earlier tokens.
     """
 
     softmax_scale: Annotated[float, Field(gt=0)]
@@ -525,9 +526,9 @@ class RopeRecord(Record):
 class Manifest(Record):
     """Record of an index: its inputs, settings and files, with checksums. `manifest_sha256` covers all other fields.
 
-    Versions of sparsekv that read schemas from `least_reader_version` on can read the index. `writer_version` is the
-    version of sparsekv that wrote the index, and `versions` has those of Python, torch and transformers. `parent_uuid`
-    is the uuid of the index that this one was built upon; None: there was none.
+    A version of sparsekv can read the index if its newest schema is at least `least_reader_version`. `writer_version`
+    is the version of sparsekv that wrote the index, and `versions` has the versions of Python, torch and transformers.
+    `parent_uuid` is the uuid of the index that this one was built upon; None: there was none.
     """
 
     schema_version: int = FIRST_SCHEMA
@@ -570,7 +571,7 @@ class Manifest(Record):
 
     @property
     def indexed_layers(self) -> list[int]:
-        """Indices of the layers with full attention, for which methods build tensors; others have a sliding window."""
+        """Indices of the layers that attend without a sliding window. Methods build tensors for these layers only."""
         return [layer for layer, facts in self.attending.items() if facts.sliding_window is None]
 
     @property

@@ -59,7 +59,7 @@ class ArtifactWriter(BuildFolder):
         self._held, self._new = HeldTensors(HELD_BYTES), set[str]()
         self._threads = ThreadPoolExecutor(THREADS)
         # Checksums are computed in their own threads, so that a small file does not wait for the checksum of gigabytes.
-        # Other threads wait for the checksums that other processes compute, so that they do not block local ones.
+        # Waiting for another process's checksum has threads of its own, so that it does not block local checksums.
         self._summing, self._awaiting = ThreadPoolExecutor(SUMS), ThreadPoolExecutor(THREADS)
         self._receiving = ThreadPoolExecutor(1)  # one thread: checksums arrive in the order of `end_rows`
         self._begun: dict[str, UnfinishedFile] = {}
@@ -67,7 +67,7 @@ class ArtifactWriter(BuildFolder):
         self._ended: dict[str, WholeFile] = {}
         """Files whose rows are all written, but which still have a temporary name."""
         self._continued: dict[str, tuple[UnfinishedFile, int]] = {}
-        """Files of an interrupted prefill, with the number of leading rows that it has written to each."""
+        """Files of an interrupted prefill, each with the number of leading rows that the prefill has written to it."""
         self._keeper: PrefillKeeper | None = None
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -96,7 +96,7 @@ class ArtifactWriter(BuildFolder):
         return self._made[name].result()
 
     def reuse(self, name: str, recipe: str, of: Sequence[str] = ()) -> bool:
-        """Reuse an intact file of an earlier build if it has the same recipe; return whether it was reused.
+        """Reuse an intact file with this recipe, as `reuse_all` does; return whether it was reused.
 
         Args:
             recipe: the hash of everything that determines the file's content, except the files in `of`.
@@ -106,6 +106,8 @@ class ArtifactWriter(BuildFolder):
 
     def reuse_all(self, recipes: Mapping[str, str]) -> bool:
         """Reuse files of an earlier build if all of them are intact and have these recipes; return whether they were.
+
+        With `force`, only files that this build has written are reused.
 
         Args:
             recipes: the recipe of each file (the hash of everything that determines its content), by logical name.
@@ -118,7 +120,10 @@ class ArtifactWriter(BuildFolder):
         return len(whole) == len(recipes)
 
     def _found(self, name: str, recipe: str) -> FileRecord | None:
-        """Return the record of an intact file with this recipe, of this or an earlier build; None if there is none."""
+        """Return the record of an intact file with this recipe; None if there is none.
+
+        The file is of this or an earlier build; with `force`, of this build only.
+        """
         if name in self._made:
             self._made[name].result()
         return None if self.force and name not in self._made else self._earlier(name, recipe)
@@ -133,7 +138,8 @@ class ArtifactWriter(BuildFolder):
         Args:
             recipe: the hash of everything that determines the content, except the files in `of`.
             of: files of this build from which this file is made. Their checksums become part of its recipe.
-            wait: wait until at most 6 GiB of tensors are held in all. False for tensors that stay in memory anyway.
+            wait: wait until the tensors fit into the limit of 6 GiB (see `HeldTensors`). False for tensors that stay in
+                memory anyway.
 
         Raises:
             ArtifactError: an earlier file could not be written.
@@ -166,7 +172,7 @@ class ArtifactWriter(BuildFolder):
     ) -> KeptPrefill | None:
         """Read the complete chunks of an interrupted prefill. `write_rows` then adds the next chunks to the same files.
 
-        Returns None if a chunk is damaged or cannot be read; all chunks are then removed.
+        Returns None if a chunk is damaged, cannot be read or has other shapes; all chunks are then removed.
 
         Args:
             note: the journal's note on the prefill.
@@ -199,6 +205,8 @@ class ArtifactWriter(BuildFolder):
     def keep_prefill(self, recipe: str) -> None:
         """Keep the complete chunks of the next prefill on disk, in case this build is interrupted.
 
+        Does nothing if `take_kept` has returned chunks: further chunks are then kept with these.
+
         Args:
             recipe: the hash of all settings and tokens that determine the rows and queries.
 
@@ -229,9 +237,9 @@ class ArtifactWriter(BuildFolder):
     ) -> None:
         """Let a thread write the rows of the first `end` tokens, while the prefill still computes the others.
 
-        The tensors have the shape [H, N, D] (heads, tokens, channels). `write` completes the file, and must get the
-        same tensors. If `share_rows` has created the file, they have this process's heads only, and `end_rows`
-        completes the file instead.
+        The tensors have the shape [H, N, D] (heads, tokens, channels). Rows of earlier calls are not written again.
+        `write` completes the file, and must get the same tensors. If `share_rows` has created the file, the tensors
+        have this process's heads only, and `end_rows` completes the file instead.
 
         Raises:
             ArtifactError: the file cannot be written.
@@ -337,7 +345,7 @@ class ArtifactWriter(BuildFolder):
             self.unshare_rows()
 
     def _wait_for_earlier(self, name: str) -> None:
-        """Wait for an earlier write of the same name. Raises ArtifactError if any file could not be written."""
+        """Wait for an earlier write of the same name. Raises ArtifactError if any write that has ended has failed."""
         self._check_made()
         if name in self._made:
             self._made[name].result()
@@ -389,7 +397,7 @@ class PartWriter:
         self.leave()
 
     def join(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
-        """Open shared files of an index; return whether all could be opened, which fails on another machine."""
+        """Open shared files of an index; return whether all could be opened. On another machine none can be opened."""
         self._folder = folder
         try:
             opened = Folder(folder)
@@ -430,10 +438,10 @@ class PartWriter:
         return self._ended[name]
 
     def end(self, name: str, seconds: float) -> bool:
-        """Close a file for writing once this process's rows are written; wait for them at most `seconds`.
+        """Stop writing to a file and close it, if this process's rows are written within `seconds`.
 
         Returns:
-            True if the rows are written, or if the file was not joined.
+            Whether the rows are written; also True if the file was not joined.
 
         Raises:
             ArtifactError: the rows could not be written.

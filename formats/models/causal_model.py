@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 def weights_on(folder: Path, config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor] | None:
     """Read all tensors of a checkpoint into a GPU's memory, with the names and dtypes that they have in the checkpoint.
 
-    If these are of the model's dtype, the weights are allocated only once, because `from_pretrained` then uses the
+    If a checkpoint's dtype is the model's, the weights are allocated only once, because `from_pretrained` then uses the
     tensors without a copy.
 
     Returns:
@@ -72,7 +72,7 @@ def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Te
 
 
 def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
-    """Return the checkpoint's files; an empty list if transformers would not load each of their tensors unchanged."""
+    """Return `weight_files`; an empty list if transformers would not load each of their tensors unchanged."""
     special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
     # For a multimodal config transformers creates the language model from one part of the checkpoint.
     special += [config.get_text_config() is not config, (folder / "adapter_config.json").exists()]
@@ -80,7 +80,7 @@ def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's files: the single file, or the shards in its index; an empty list if it has neither."""
+    """Return a checkpoint's files: the single file, or the shards in its index; an empty list without either."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
         return [whole]

@@ -76,7 +76,7 @@ def whole_folder(folder: Path, make: Callable[[Path, list[str]], None], *, full_
                 make(folder, damaged)
     except (OSError, SafetensorError) as error:
         raise SparsekvError(
-            f"cannot write the model's cache {folder.parent}: {reason_of(error)}; free space or get "
+            f"cannot write the folder of converted models, {folder.parent}: {reason_of(error)}; free space or get "
             "permission to write there, or set SPARSEKV_CACHE to another folder"
         ) from None
     return folder

@@ -116,7 +116,7 @@ def _extract(wheel: Path, folder: Path) -> Path:
 
 
 def remember(name: str) -> None:
-    """Add a loaded model to the list of models that the user has named. Write errors are ignored."""
+    """Add a loaded model, unless it is the embedded one, to the models that the user has named. Ignore write errors."""
     known = named_models()
     if name != EMBEDDED and name not in known:
         keep_named([*known, name])
@@ -125,7 +125,8 @@ def remember(name: str) -> None:
 def may_be_loaded(name: str) -> bool:
     """Whether a model that an index or another file names may be loaded.
 
-    Only the embedded model and models that the user has named may be loaded.
+    Only the embedded model and models that the user has named may be loaded. The model of a hub id may not be loaded if
+    a local file or folder has the same name.
     """
     if name == EMBEDDED:
         return True
@@ -134,11 +135,11 @@ def may_be_loaded(name: str) -> bool:
 
 
 def named_by_index(name: str, progress: Callable[[str], None]) -> str:
-    """Return the name of an index's model. It must be the embedded model or a model that the user has named.
+    """Return the name of an index's model, which must be one that `may_be_loaded`.
 
     Raises:
-        SparsekvError: the user has never named the model on this machine, its folder is gone, or the embedded model is
-            not in the cache.
+        SparsekvError: `may_be_loaded` is False, the model's folder does not exist, or the embedded model is not in the
+            cache.
     """
     if name == EMBEDDED:
         if damaged_files(embedded_path(), full=False):

@@ -1,4 +1,4 @@
-"""Find a model's folder: the embedded model's folder, a local folder, or a folder in the Hugging Face hub's cache."""
+"""Find the folder of a model: of the embedded model, a converted GGUF file, a local folder or a model of the hub."""
 
 import os
 import shlex
@@ -22,9 +22,9 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
     Missing files are downloaded unless `download` is False.
 
     Raises:
-        UsageError: the model does not exist or may not be accessed, or the hub is unreachable and the cache has no
-            copy.
-        SparsekvError: the download was interrupted or could not be written.
+        UsageError: the model does not exist or may not be accessed. Or the cache has no copy, and the hub cannot be
+            reached or `download` is False.
+        SparsekvError: the download failed for another reason, or could not be written.
     """
     from huggingface_hub import snapshot_download
 
@@ -87,13 +87,14 @@ Progress = Callable[[str], None]
 def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
     """Find a model's folder, full name and revision. Missing files are downloaded unless `download` is False.
 
-    A GGUF file is converted, and the folder is the converted model's folder in the cache. The name may be the file's
-    path, a folder with one GGUF file and no config.json, or `org/name:FILE.gguf` for a file on the hub.
+    The embedded model is downloaded in any case. A GGUF file is converted, and the folder is the converted model's
+    folder in the cache. The name may be the GGUF file's path, a folder with one GGUF file and no config.json, or
+    `org/name:FILE.gguf` for a file on the hub.
 
     Raises:
         UsageError: the model does not exist, the name is a file that is no GGUF file, a folder has neither a
             config.json nor exactly one GGUF file, or a GGUF file cannot be converted.
-        SparsekvError: a download failed, the folder cannot be read, or a conversion lacks space or memory.
+        SparsekvError: a download failed, a file or folder cannot be read, or a conversion lacks space or memory.
     """
     if name == EMBEDDED:
         return pull_embedded(progress), name, None

@@ -138,7 +138,8 @@ def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) 
 def _read_errors(name: str) -> Iterator[None]:
     """Within the context, convert errors of reading a GGUF file to a UsageError, and lack of memory to a SparsekvError.
 
-    Errors of the operating system, such as a full disk, stay what they are.
+    A UsageError gets the model's name before its message. Errors of the operating system, such as a full disk, are
+    raised unchanged.
     """
     try:
         yield
@@ -202,7 +203,8 @@ CHECKED = {
     "attention.sliding_window": "sliding_window",
     "expert_count": "num_local_experts",
 }
-"""Keys of an architecture in GGUF files that determine its attention, and their names in transformers' configs."""
+"""Settings that determine a model's attention: the key in GGUF files after the architecture's name, and the name in
+transformers' configs."""
 
 
 def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
@@ -239,9 +241,10 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
 def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     """Build the tokenizer of a GGUF file, with its special tokens and chat template.
 
-    Byte-level BPE and SentencePiece tokenizers are built here, except those of `BY_TRANSFORMERS`. Transformers'
-    conversion splits numbers wrongly for some model families, ignores that a file adds no space before a text, and
-    changes between releases. An index is bound to its tokenizer, so the tokenizer must be the same on every machine.
+    Byte-level BPE and SentencePiece tokenizers are built here, except SentencePiece tokenizers of `BY_TRANSFORMERS`.
+    Transformers' conversion splits numbers wrongly for some model families, ignores a file's setting to put no space
+    before a text, and changes between releases. An index is bound to its tokenizer, so the tokenizer must be the same
+    on every machine.
 
     Raises:
         UsageError: the file has no tokenizer, or one whose kind or way of splitting text is unknown.

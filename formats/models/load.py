@@ -157,7 +157,7 @@ def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
     """Download a model for use offline, and return its folder. All checksums of the embedded model are recomputed.
 
     Raises:
-        UsageError: the model does not exist, or the name is a local folder.
+        UsageError: the name is a local folder. Also raises the errors of `find_model`.
         SparsekvError: the network or disk space is missing, or a checksum is wrong.
     """
     if name == EMBEDDED:
@@ -178,6 +178,8 @@ def load_model(
     ranks: int = 1,
 ) -> LoadedModel:
     """Load a model and its tokenizer, downloading missing files.
+
+    Returns the model that `keep_model` has stored if there is one for these arguments and `ranks` is 1.
 
     Args:
         name: the embedded model's name, a local folder or GGUF file, or a hub id.
@@ -229,7 +231,8 @@ _kept = Kept[LoadedModel]()
 def keep_model(name: str, dtype: str, rope_scaling: str | None) -> LoadedModel:
     """Load a model that is on this machine, on the CPU, and store it in memory.
 
-    `load_model` then returns it in this process and in its forks, while the model's files are unchanged.
+    `load_model` then returns this model for the same arguments on the CPU, in this process and in its forks, while the
+    model's files are unchanged.
 
     Raises the errors of `load_model`, and UsageError if the model is not on this machine.
     """

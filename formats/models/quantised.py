@@ -76,7 +76,7 @@ class QuantisedCheckpoint:
             ) from None
 
     def fingerprint(self) -> str:
-        """Return a hash of the names, the shapes and a sample of the bytes of the tensors in the checkpoint's files.
+        """Return a hash of the tensors in the checkpoint's files: of their names, shapes and a sample of their bytes.
 
         The tensors of the loaded model cannot be hashed instead: some quantisation methods unpack or repack them,
         depending on the device, or at the first forward pass.
@@ -102,7 +102,7 @@ def checkpoint_of(model: PreTrainedModel) -> QuantisedCheckpoint | None:
 
 
 def load_quantised(checkpoint: QuantisedCheckpoint, name: str, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Load a model with quantised weights, run the model on one token, and record its checkpoint.
+    """Load a model with quantised weights, run the model on one token, and record its checkpoint for `checkpoint_of`.
 
     In the first forward pass some quantisation methods unpack the weights, and some raise errors for missing libraries.
 

@@ -16,8 +16,8 @@ def give_home() -> None:
     """Set HOME to a folder if this user has no home, such as an unknown uid in a container.
 
     Without HOME, libraries would write their caches to a folder named `~` in the current folder. HOME becomes a folder
-    in the system's folder for temporary files that only this user may write. It is the same folder in each call, unless
-    another user has taken its name.
+    that only this user may write, in the system's folder for temporary files. Each call sets the same folder, or a new
+    one if that folder's name is taken by a file, or by a folder that another user owns or may write.
 
     Raises:
         SparsekvError: the folder cannot be created.
@@ -39,7 +39,10 @@ def give_home() -> None:
 
 
 def cache_root() -> Path:
-    """Return the folder of $SPARSEKV_CACHE, or else the user's cache folder."""
+    """Return the folder of $SPARSEKV_CACHE, or else the user's cache folder.
+
+    In the second case `give_home` is called first, and its errors are raised.
+    """
     root = os.environ.get("SPARSEKV_CACHE")
     if not root:
         give_home()
@@ -76,8 +79,10 @@ _FILE = "named_models.json"
 
 
 def named_models() -> list[str]:
-    """Read the list of models that the user has named: hub ids and absolute folder paths. A damaged list counts as
-    empty."""
+    """Read the list of models that the user has named: hub ids, and absolute paths of folders and GGUF files.
+
+    A missing or damaged list counts as empty.
+    """
     try:
         found = json.loads(read_small(cache_root() / _FILE) or "[]")
     except (ValueError, RecursionError):

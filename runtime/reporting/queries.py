@@ -1,4 +1,4 @@
-"""Queries, keys and values of each layer for reports. Checksums of the files are verified."""
+"""Queries, keys and values of each layer for reports."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

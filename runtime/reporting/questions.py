@@ -16,7 +16,7 @@ from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock
 def question_queries(
     index: OpenIndex, questions: Iterable[str], *, special_tokens: bool = False, last: bool = False
 ) -> MeasuredQueries:
-    """Record the queries of questions. Questions are prefilled one after another with dense attention.
+    """Record the queries of questions. Each question is prefilled alone after the document, with dense attention.
 
     Without questions, return the held-out queries of the document's tail.
 
@@ -38,7 +38,10 @@ def question_queries(
 
 
 def _same_end(questions: Sequence[torch.Tensor]) -> int:
-    """Return the number of equal tokens at the end of all questions, at most the shortest question's length - 1."""
+    """Return the number of equal tokens at the end of all questions, at most the shortest question's length - 1.
+
+    Returns 0 for fewer than two questions.
+    """
     shortest = min((len(one) for one in questions), default=1)
     if len(questions) < 2:
         return 0

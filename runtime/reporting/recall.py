@@ -103,8 +103,9 @@ class Truth:
 def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, together: int = 1) -> Iterator[Truth]:
     """Compute dense attention of the queries of all blocks, batch by batch. Batches are numbered from 0.
 
-    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, in a multiple of `together`. The last batch of
-    a block also has the rest of its queries, fewer than `together`.
+    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, in a multiple of `together`, and at least
+    `together`. If the number of a block's queries is no such multiple, its last batch also has the queries that are
+    left over.
     """
     batches, tokens = count(), rows.artifact.manifest.split.tokens
     for block in blocks:
@@ -179,7 +180,7 @@ def measure_layer(
     states: SharedStates | None = None,
     device: torch.device = CPU,
 ) -> dict[MeasuredSetting, Measures]:
-    """Measure all methods and budgets on one layer, on a device. Raises the errors of `prepare_layer`.
+    """Measure settings on one layer, on a device. Raises the errors of `prepare_layer`.
 
     A setting with `together` above 1 is left out of the result if its method cannot unite selections.
 
@@ -249,7 +250,10 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
-    """Return the share [Hk, Q] of the oracle's tokens that the selector scores; NaN if it scores all tokens."""
+    """Return the share [Hk, Q] of the oracle's tokens that the selector scores.
+
+    Returns NaN if the selector does not report which tokens it scores.
+    """
     report = selector.report
     if report is None or report.covered is None:
         return torch.full_like(truth.probability[..., 0], torch.nan)
@@ -318,7 +322,7 @@ def _sparse_output(
     positions: torch.Tensor,
     rest: Sequence[CentroidSegment],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one softmax to selected tokens, exact rows (sinks, tail, later tokens) and centroids of the rest.
+    """Attend with one softmax to selected tokens, exact rows (sinks, tail, later tokens) and the centroids `rest`.
 
     Returns the output [Hk, G, Q, D] and the log-sum-exp [Hk, G, Q] of the logits.
     """

@@ -59,11 +59,13 @@ class RecallRow:
         budget_tokens: the budget as a number of tokens.
         selected_tokens: number of tokens that the method selects in a step, for all of its `together` queries.
         recall: share of the oracle's tokens that the method selects.
-        attention_mass: share of dense attention to the tokens between sinks and tail that the selected tokens have.
-        output_error: distance of the attention output from dense attention's, divided by the norm of the latter.
-        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks
-            and tail (the middle), divided by the number of the middle's key and value rows.
-        missed_mass: share of dense attention, to all tokens, that the tokens which were not selected have.
+        attention_mass: dense attention's weight on the selected tokens, divided by its weight on all tokens between
+            sinks and tail.
+        output_error: norm of the difference between the attention output and dense attention's output, divided by the
+            norm of dense attention's output.
+        kv_fraction: number of D-sized rows that a step reads, from the index and from the keys and values between
+            sinks and tail (the middle), divided by the number of the middle's key and value rows.
+        missed_mass: dense attention's weight on the tokens between sinks and tail that were not selected, from 0 to 1.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
         recall_seen: recall on the queries of `seen_block`, from which the index was built. None if the index stores no
             queries, or if the method does not learn from them.
@@ -109,9 +111,9 @@ MEASURES = tuple(one.name for one in fields(RecallRow) if one.type in (float, fl
 class RecallReport:
     """A recall report: one row for each method, variant, budget, layer and KV head.
 
-    `n_context` is the number of tokens of the context, `n_middle` of those between sinks and tail, and `n_queries` of
-    the queries that were measured. `prefill` names the attention with which the context was prefilled. `kv_storage` has
-    the errors of int8 storage. It is None if keys and values are stored in the index's dtype.
+    `n_context` is the number of tokens of the context, `n_middle` the number of tokens between sinks and tail, and
+    `n_queries` the number of measured queries. `prefill` names the attention with which the context was prefilled.
+    `kv_storage` has the errors of int8 storage. It is None if keys and values are stored in the index's dtype.
     """
 
     index: str
@@ -175,13 +177,13 @@ def recall_report(
     Args:
         queries: queries of the held-out tail, or of the user's questions. Every method is measured on the same queries.
         progress: called with the number of measured layers and the total.
-        residual: measure each variant a second time with centroids for the tokens that the variant does not select.
-        guard: measure each variant whose missed mass can be estimated a second time under this guard.
+        residual: also measure variants with centroids for the tokens that they do not select, as `forms` does.
+        guard: also measure, under this guard, each variant whose missed mass can be estimated.
         configured: for some methods, by name, a label and the only variant to measure. All variants of other methods
             are measured.
         together: measure each variant once for each of these numbers of queries, which then share the union of their
             selections. The queries of a group are evenly spread over a batch of `truths`. Methods that cannot share,
-            and variants under a guard, are measured only with 1.
+            and variants under a guard, are left out for numbers above 1.
 
     Raises:
         UsageError: `residual` is set, and the index has no value centroids.

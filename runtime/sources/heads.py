@@ -104,8 +104,8 @@ def _random_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def _best(scores: dict[int, list[float]]) -> list[Head]:
     """Return the heads of highest score, in order of layer and head, with weights in proportion to the scores.
 
-    The weights are equal if all scores are zero, as in float32 where no head attends to these tokens. `scores` has a
-    list of the query heads' scores for each layer.
+    The weights are equal if all scores are zero, because they are too small for float32. `scores` has a list of the
+    query heads' scores for each layer.
     """
     every = [(score, layer, head) for layer, of_layer in scores.items() for head, score in enumerate(of_layer)]
     best = sorted(every, reverse=True)[: max(LEAST, math.ceil(SHARE * len(every)))]

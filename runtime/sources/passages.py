@@ -1,4 +1,4 @@
-"""Decode the text of each token of a prompt, and split the prompt into passages of whole sentences."""
+"""Decode the text of each token of a prompt, and split the prompt into sentences and parts of long sentences."""
 
 import re
 from bisect import bisect_left

@@ -27,7 +27,7 @@ class Text:
 
     Attributes:
         path: the file's path, or the index's name (for added text with a number, such as `manual+1`).
-        start, stop: the text's tokens, [start, stop) in the stored prompt, which can be sources.
+        start, stop: the tokens [start, stop) of the stored prompt that have the text and can be sources.
         begin: the token from which line breaks are counted.
         first_line: the number of the line in which the token `begin` starts.
         pages: the first token of each of the text's pages; empty for a text without pages.

@@ -15,9 +15,9 @@ from sparsekv.runtime.selection.interface import CentroidSegment, Selection, Sel
 class HidingExecutor(GatherExecutor):
     """Executor that selects as a `GatherExecutor` does and gives hidden tokens no attention.
 
-    Rows of hidden tokens are masked, whether they were selected or are always attended to (sinks, tail). The token
-    count of a centroid is reduced by the hidden tokens that it represents. The centroid's key and value stay the means
-    over all its tokens.
+    Rows of hidden tokens are masked, whether they were selected or are always attended to (sinks, tail). If the method
+    reports each token's centroid, a centroid's token count is reduced by the hidden tokens that it represents. The
+    centroid's key and value stay the means over all its tokens.
 
     Args:
         layer, options: the arguments of `GatherExecutor`.
@@ -42,7 +42,10 @@ class HidingExecutor(GatherExecutor):
         return LayerOutput(output, fetched.rows_read)
 
     def _without(self, fetched: Fetched, selection: Selection, selector: Selector, hidden: torch.Tensor) -> Fetched:
-        """Mark the fetched rows of hidden tokens [M] as not valid, and reduce the token counts of the centroids."""
+        """Mark the fetched rows of hidden tokens [M] as not valid.
+
+        If the method reports each token's centroid, also reduce the token counts of attended centroids.
+        """
         positions = chosen_positions(selection.rows, self.selector.layout, len(hidden)).to(hidden.device)
         shown = ~torch.cat([hidden, hidden.new_ones(1)])[positions]
         valid = shown if fetched.valid is None else shown & fetched.valid

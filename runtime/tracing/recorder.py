@@ -21,7 +21,8 @@ class AttendedStep:
     """One layer's attention in a step of Q queries that share a selection.
 
     Attributes:
-        selection: the selector's selection, as rows of `layout`.
+        selection: the selector's selection, as indices of stored rows.
+        layout: [Hk, M], the middle position of each stored row; None: rows are stored in order of position.
         fetched: the keys and values fetched for the selection.
         weights: attention weights [Hk, G, Q, T] of selected rows, exact rows (sinks, tail and new tokens), centroids of
             the unselected tokens, and learned sink logits, in this order.
@@ -181,7 +182,8 @@ class RecordingExecutor(GatherExecutor):
 
 
 def _attend(step: Step, fetched: Fetched) -> Weighed:
-    """Attend to a step's rows and return output and weights. Use fewer operations for decode steps on a CPU."""
+    """Attend to a step's rows; return output and weights. A decode step on a CPU takes fewer operations if the logits
+    of its centroids are known."""
     if step.query.shape[2] == 1 and not step.query.is_cuda and (scored := fetched.scored_rest()) is not None:
         rows = (fetched.keys, fetched.values), (step.keys, step.values)
         once = attend_once_with_weights(step.query.squeeze(2), rows, scored, *step.how)

@@ -1,4 +1,4 @@
-"""Trace of an answer: what each of its tokens attended to, and its log-probability without some passages."""
+"""Trace of an answer: what each answer token attended to, and the answer's log-probability without some passages."""
 
 import gc
 import math
@@ -313,15 +313,13 @@ class TracedIndex:
     ) -> tuple[Answer, dict[str, Any]]:
         """Answer a question; return the answer and its trace as a JSON object without the question's text.
 
-        Raises the errors of `Session.ask`, too.
-
         Args:
             question: [Q] token ids, as `question_ids` returns them.
             on_text: called with each piece of the answer's text when it is decoded.
             truth: compare each step with dense attention of its own queries.
 
         Raises:
-            UsageError: the config appends tokens of the answer to the index.
+            UsageError: the config appends tokens of the answer to the index. Also raises the errors of `Session.ask`.
         """
         tracer = Tracer(self.index, self._attending, self.passages, truth=truth)
         asker = self._asker(self._attending, tracer.gather_maker)

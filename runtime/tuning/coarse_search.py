@@ -25,9 +25,9 @@ class BudgetSearch:
 
     The gain should mostly rise with the budget, which is a share of the tokens between sinks and tail. The search
     multiplies or divides the budget `start` by growing factors until one budget reaches the target and a smaller budget
-    misses it. Then it bisects until the larger budget is at most `ratio` times the smaller one. It ends early at a
-    budget whose gain is at most `slack` above the target. Callers may change the target between two proposals, because
-    the gains of measured budgets do not depend on it.
+    misses it. Then it interpolates between both until the larger budget is at most `ratio` times the smaller one. The
+    search ends early at SMALLEST_BUDGET or LARGEST_BUDGET, or at a budget whose gain is at most `slack` above the
+    target. Callers may change the target between two proposals, because measured gains do not depend on the target.
 
     Attributes:
         step: smallest factor between the first budgets.
@@ -53,7 +53,10 @@ class BudgetSearch:
 
     @property
     def low(self) -> float | None:
-        """The largest measured budget below `high` whose gain misses `target`; None if there is none."""
+        """The largest measured budget whose gain misses `target`. If there is a `high`, only smaller budgets count.
+
+        None if there is no such budget.
+        """
         high = self.high
         failing = (share for share, gain in self.gains.items() if gain < self.target)
         return max((share for share in failing if high is None or share < high), default=None)
@@ -91,9 +94,9 @@ class BudgetSearch:
 
 
 def rounded(share: float) -> float:
-    """Return a budget clamped to SMALLEST_BUDGET and LARGEST_BUDGET, and rounded up to three digits.
+    """Return a budget clamped to SMALLEST_BUDGET and LARGEST_BUDGET, and rounded up to three significant digits.
 
-    A budget that is rounded down might no longer reach its target.
+    A budget that is rounded down might no longer reach the target.
     """
     share = min(LARGEST_BUDGET, max(SMALLEST_BUDGET, share))
     digits = 2 - math.floor(math.log10(share))
@@ -105,8 +108,9 @@ def rounded(share: float) -> float:
 class Candidate:
     """A variant of a method whose budget is searched on all layers.
 
-    `hopeless` is True if no variant of its method met the target on the sample of layers and queries. A hopeless
-    variant is measured at one budget only. `raised` is the number of times that the target was raised.
+    `hopeless` is True if no variant of the method met the goal on the sample of layers and queries. It is always False
+    for a goal on perplexity, because samples do not have a perplexity. A hopeless variant is measured at one budget
+    only. `raised` is the number of times that the target was raised.
     """
 
     form: MethodSpec
@@ -123,7 +127,7 @@ def candidates(artifact: Artifact, names: list[str], *, residual: bool) -> list[
     """Return all variants of the named methods; without names, of all methods that can run on the index.
 
     Args:
-        residual: also return each variant with a residual, if the index has value centroids.
+        residual: also return variants with a residual, as `forms` does, if the index has value centroids.
 
     Raises:
         UsageError: a method cannot run, or is a bound such as the oracle.
@@ -159,7 +163,7 @@ class FineSearch:
         self.halves, self.found = halves, found
 
     def run(self) -> list[Candidate]:
-        """Search all candidates, then search the cheapest candidates more closely; return the cheapest candidates."""
+        """Search all candidates, then search the `contenders` among them more closely; return these contenders."""
         self._verified(self.found)
         contenders = self.contenders(self.found)
         for one in contenders:
@@ -191,8 +195,10 @@ class FineSearch:
     def _verified(self, found: list[Candidate]) -> None:
         """Search candidates and measure them on held-out queries.
 
-        A candidate that misses the goal on held-out queries is searched again, at most RAISES times. Its new target is
-        the gain that it reached on the first half plus the amount by which it missed the goal on the second half.
+        A candidate that misses the goal on held-out queries by more than the tolerance is searched again, at most
+        RAISES times. Its new target is the gain that it reached on the tail's first half plus the amount by which it
+        missed the goal on the second half. A hopeless candidate, and one that has not reached its target on the first
+        half, is not searched again.
         """
         self._search(found)
         while found:
@@ -234,7 +240,7 @@ variant to the smallest KV fraction of the method's variants."""
 
 
 class CoarseSearch:
-    """Search over all variants on samples of layers and queries. Drops variants that cannot be a method's cheapest."""
+    """Search over all variants on samples of layers and queries, to find each method's cheapest variants."""
 
     def __init__(self, artifact: Artifact, halves: Halves, device: torch.device):
         self.halves, self.goal, self.rough = halves, halves.goal, halves.goal.rough()
@@ -249,7 +255,7 @@ class CoarseSearch:
         )
 
     def promising(self, forms: list[MethodSpec]) -> list[Candidate]:
-        """Return each method's cheapest variants on the sample; if none meets the target, the one of largest gain."""
+        """Return each method's cheapest variants that meet the target on the sample, or else that of largest gain."""
         searches = self._searched(forms)
         by_method: dict[str, dict[MethodSpec, BudgetSearch]] = {}
         for form, search in searches.items():

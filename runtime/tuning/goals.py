@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the module imports transformers, which only perplexity need
 
 @dataclass(frozen=True)
 class Tuned:
-    """One method's cheapest setting that meets the goal, or its setting nearest to the goal if none meets the goal.
+    """A measured setting, such as a method's cheapest that meets the goal, or nearest to the goal if none meets it.
 
     Attributes:
         form: the method with its parameters.
@@ -36,7 +36,8 @@ class Tuned:
         held_out: the goal's measure on the second half of the tail's queries.
         recall, error, kv_fraction: recall, output error and KV fraction on the second half of the tail's queries.
         holds: whether the setting meets the goal on both halves, as `Halves.holds` defines it.
-        step_ms: time of a decode step of one layer. None if times are not compared, or the setting misses the goal.
+        step_ms: milliseconds of a decode step of one layer. None if times are not compared, or if the setting was
+            searched and misses the goal.
     """
 
     form: MethodSpec
@@ -67,7 +68,7 @@ class Goal(ABC):
     """Bound `value` on one measure of a setting: recall, output error or perplexity.
 
     Recall is the share of the oracle's tokens at the budget `reference` that a setting selects. Raises UsageError for a
-    `value` that is out of range: by default, not between 0 and 1.
+    `value` out of range: for perplexity, not finite and above 1; otherwise, not between 0 and 1.
     """
 
     measure: ClassVar[str]
@@ -78,7 +79,8 @@ class Goal(ABC):
     residual: ClassVar[bool] = True
     """Whether a residual can help to meet the goal."""
     outputs: ClassVar[bool] = True
-    """Whether attention outputs are computed in the search."""
+    """Whether the search needs attention outputs on the tail's first half. On the second half they are always computed,
+    because the table of settings has their error."""
     precision: ClassVar[float] = 1.03
     """Ratio at which the search ends: the smallest budget that meets the goal to the largest budget that misses it."""
 

@@ -73,7 +73,7 @@ class AttentionMeter:
         Skips layers and budgets that were measured before. Needs the memory of one layer.
 
         Args:
-            progress: called with the number of measured layers and the total.
+            progress: called after each layer, also after a skipped one, with the number of layers so far and the total.
             layers: layers to measure; None: all. Variants whose layers share state are always measured on all layers.
         """
         states, asked = SharedStates(), self.layers if layers is None else layers
@@ -127,7 +127,8 @@ class ModelMeter:
     whole tail is fed, and the loss of its second half is counted.
 
     Raises:
-        UsageError: the model has layers with a state, and no index stores the state before its tail.
+        UsageError: the model has layers with a state. The tail's first token is predicted from the token before the
+            tail, and an index need not store the state before that token.
     """
 
     def __init__(self, index: "OpenIndex", *, calibration: bool):
@@ -135,7 +136,7 @@ class ModelMeter:
         if index.artifact.manifest.states:
             raise UsageError(
                 f"--target-perplexity: the model has layers with a state, and {index.artifact.folder} stores no state "
-                "for the beginning of its tail; give --target-error or --target-recall"
+                "from which the beginning of its tail can be predicted; give --target-error or --target-recall"
             )
         self.index, self.after = index, split.sinks + split.middle
         tail, half = index.input_ids[self.after :], split.tail // 2

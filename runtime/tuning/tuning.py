@@ -201,7 +201,7 @@ def tune(
 
 
 def _best_of_each(tuned: list[Tuned], goal: Goal) -> list[Tuned]:
-    """Return each method's best setting. Settings that meet the goal come first, by cost, then others by distance."""
+    """Return each method's best setting: first those that meet the goal, by cost, then others by distance to it."""
 
     def rank(one: Tuned) -> tuple[bool, float]:
         return not one.holds, one.cost if one.holds else -goal.gain(one.held_out)

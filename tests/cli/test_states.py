@@ -110,7 +110,7 @@ def test_what_no_state_can_follow_is_refused_in_a_line() -> None:
     trace = ("trace", "--index", "doc.skv", QUESTION, "--without", "Line 1 says", "-q")
     fails(2, *trace, says=("from which a passage cannot be removed",))
     tune = ("tune", "--index", "doc.skv", "--target-perplexity", "1.1", "-q")
-    fails(2, *tune, says=("stores no state for the beginning of its tail",))
+    fails(2, *tune, says=("stores no state from which the beginning of its tail",))
     build = ("build-index", "doc.txt", "--model", "model", "-q")
     fails(2, *build, "--prefill", "quoka", "-o", "other.skv", says=("has layers with a state",))
     assert not Path("other.skv").exists()
