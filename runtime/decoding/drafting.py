@@ -23,6 +23,7 @@ from sparsekv.runtime.cache.index_cache import Fed, IndexCache
 from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.engine import Ended, Engine, NotFiniteError, Sequence
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.step import DensePass
 
 REPEATED = (3, 2)
 """Numbers of newest tokens whose earlier occurrence is searched for, in this order."""
@@ -168,6 +169,7 @@ class DraftingEngine(Engine):
                 "option out, or give another --method"
             )
         self.sequence_cache = cache
+        self.dense_pass = DensePass(index.model, cache) if cache.capturable_passes else None
         self.drafter = Drafter(index.input_ids.numpy(), by_method=not isinstance(config.attention, Dense))
 
     def run_step(self) -> list[Ended]:
@@ -196,7 +198,7 @@ class DraftingEngine(Engine):
         while len(draft) < tokens:
             newest = [*sequence.answer[-1:], *draft][-1]
             fed = Fed(0, sequence.used + len(draft), [newest], asks=False)
-            logits = self.step([fed], torch.tensor([newest]), sequence.most)
+            logits = self.step([fed], torch.tensor([newest]), sequence.most + LONGEST)
             draft.append(int(self.index.agreed(logits).argmax()))
         self.sequence_cache.drop(len(draft))
         return draft
@@ -207,8 +209,7 @@ class DraftingEngine(Engine):
 
         Returns the sequence if it ends.
         """
-        fed = Fed(0, sequence.used, [sequence.answer[-1], *draft], asks=False)
-        logits = self._dense_logits(fed)
+        logits = self._dense_logits(sequence, [sequence.answer[-1], *draft])
         self.read = None
         taken, ended = 0, False
         greedy = not sequence.request.sampling.temperature
@@ -248,11 +249,13 @@ class DraftingEngine(Engine):
             "dense attention"
         )
 
-    def _dense_logits(self, fed: Fed) -> torch.Tensor:
-        """Return the logits [T, V] after each of the fed tokens, by dense attention."""
-        cache = self.sequence_cache
+    def _dense_logits(self, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
+        """Feed the next tokens of a sequence; return the logits [T, V] after each of them, by dense attention."""
+        if self.dense_pass is not None:
+            return self.dense_pass(tokens, sequence.most + LONGEST - sequence.used)
+        cache, fed = self.sequence_cache, Fed(0, sequence.used, tokens, asks=False)
         cache.release()
-        cache.prefill_next(len(fed.tokens))
+        cache.prefill_next(len(tokens))
         ids, positions = cache.questions_input([fed], self.index.split.tokens)
         logits: torch.Tensor = self.index.model(
             input_ids=ids, position_ids=positions, **with_cache(self.index.model, cache)
