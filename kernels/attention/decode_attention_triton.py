@@ -99,7 +99,7 @@ IN_HALF_PRECISION = TileConfig(
 IN_8_BITS = TileConfig(
     4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, weighed_fifths=(4, 4), listed_fifths=8
 )
-# Pipeline stages. A third stage helps for plain centroids, but not for rows, whose index must be read first.
+# Pipeline stages of the loops over plain centroids and over exact rows. A third stage helps only for centroids.
 STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
 # Equal shares do not finish at the same time. Therefore QUEUED_PERCENT of the chosen rows go, a tile at a time, to
@@ -264,8 +264,8 @@ def decode_attention_triton(
 ):
     """Run `decode_attention` on a GPU.
 
-    Allocates float32 partial outputs [H, programs, G, D], with about four programs per SM, or eight for int8 rows. For
-    runs it also allocates their row indices [H, capacity] int32.
+    Allocates float32 partial outputs [H, programs, G, D]; all heads together have about four programs per SM, or eight
+    for int8 rows. For runs it also allocates their row indices [H, capacity] int32.
     """
     assert all(have_equal_strides(*pair) for pair in ((runs.keys, runs.values), exact))
     (H, G, D), E = query.shape, exact[0].shape[1]
