@@ -89,9 +89,9 @@ def last_place(
 ):
     """Find the lowest histogram bin of ranks from which clusters are taken; 0 if the budget is not reached.
 
-    Also return `held` plus the number of tokens in higher bins, and `had` plus the number of members in higher bins.
-    The last three results are counts over the parts before this part: members above the bin, members in it, and tokens
-    in it.
+    `held` and `had` are the numbers of tokens and of members whose ranks are above all these bins. Also return `held`
+    plus the number of tokens in higher bins, and `had` plus the number of members in higher bins. The last three
+    results are counts over the parts before this part: members above the found bin, members in it, and tokens in it.
     """
     place = tl.arange(0, SIZE)
     if OPEN:
@@ -121,9 +121,9 @@ def _write_members(
 ):  # fmt: skip
     """Write the rows of the first `lengths` members of each cluster in `known` to slots from `begins` on.
 
-    `number` is the number of these clusters, and `longest` at least the largest of their lengths.
-    Usually few clusters are taken. The taken clusters are first compacted in scratch memory. Each thread then reads the
-    clusters whose members it writes.
+    `number` is the number of these clusters, and `longest` at least the largest of their lengths. Usually few clusters
+    are taken. Therefore the taken clusters are first compacted in scratch memory, at the indices `order`. Each thread
+    then reads the clusters whose members it writes.
     """
     tl.store(scratch + 4 * order, starts, mask=known)
     tl.store(scratch + 4 * order + 1, begins, mask=known)
@@ -310,7 +310,10 @@ def _count_kernel(
     ranked, known, coarse, fine, stride, budget,
     PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of a part's clusters with the last taken cluster's exponent, by fraction bits of the rank."""
+    """Find the exponent of the last taken cluster's score; write it, and the counts above it, after a part's counts.
+
+    The part's counts are those of the tokens of its clusters with this exponent, by the fraction bits of the rank.
+    """
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
     place = fine + (head * others + part) * (FINE + LIMITS)

@@ -1,7 +1,7 @@
 """Products of few rows with quantised weights, in Triton: each weight is read once, and converted in registers.
 
-A program computes BLOCK_N outputs on tensor cores, in the rows' dtype, which holds int8 and 4-bit numbers exactly. Sums
-are float32. One row alone is multiplied by `one_row_linears_triton`.
+A program computes BLOCK_N outputs, for 16-bit rows on tensor cores. It multiplies in the rows' dtype, which holds int8
+and 4-bit numbers exactly. Sums are float32. One row alone is multiplied by `one_row_linears_triton`.
 """
 
 from dataclasses import dataclass
