@@ -227,8 +227,8 @@ Layer = TypeVar("Layer", StepClusters, StepCodes)
 class FusedStep(Generic[Layer]):
     """A decode step with a plain-torch implementation, `reference`, and a compiled kernel.
 
-    The kernel replaces the reference on float32 tensors of a supported layout, if numba and GNU OpenMP are available. It
-    reads rows in place. With the same number of torch threads, its result is the same in every run.
+    The kernel replaces the reference on float32 tensors of a supported layout, if numba and GNU OpenMP are available.
+    The kernel reads rows in place. With the same number of torch threads, its result is the same in every run.
     """
 
     def __init__(self, reference: Callable[..., torch.Tensor]):

@@ -452,7 +452,8 @@ def _choose(job, memory, thread, threads):
 def _leave(job, memory, h, found, labels):
     """Add a log weight to the logit of each cluster of a head, for the cluster's keys that are not chosen.
 
-    It is the cluster's mass plus the log of the share of these keys. Also count each cluster's chosen keys in `taken`.
+    The log weight is the cluster's mass plus the log of the share of these keys. Also count each cluster's chosen keys
+    in `taken`.
     """
     C, taken = job.C, ints(memory.taken, (job.H, job.C))[h]
     counts, masses = ints(job.counts, (job.H, C))[h], floats(job.masses, (job.H, C))[h]
@@ -489,8 +490,8 @@ def _attend(job, memory, thread, threads):
 def _attend_head(job, memory, h, output, sums, start, stop, first, last):
     """Attend to a thread's rows of one head, from `start` up to `stop`, and to its centroids, `first` up to `last`.
 
-    The chosen rows are counted from 0, and the exact rows follow them. Write the logits of the chosen rows, and then add
-    the weighted values of all rows and centroids to `output`.
+    The chosen rows are counted from 0, and the exact rows follow them. Write the logits of the chosen rows, and then
+    add the weighted values of all rows and centroids to `output`.
     """
     H, D, M, C, E, budget = job.H, job.D, job.M, job.C, job.E, job.budget
     query, found = floats(job.query, (H, job.G, D))[h], ints(memory.found, (H, M))[h]

@@ -21,12 +21,13 @@ def decode_attention(
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to chosen runs of rows, exact rows and centroids that represent rows, in one softmax.
+    """Attend to chosen rows, exact rows and centroids that represent rows, in one softmax.
 
     Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
-    On a GPU this is flash-decoding. The rows of a KV head are split evenly over programs, even if the runs have uneven
-    lengths. Each program computes all G query heads of the KV head. There are two or three launches, no data-dependent
-    shapes and no synchronisation. The plain-torch implementation copies the rows.
+    On a GPU this is flash-decoding. The work of a KV head is split evenly over programs, even if the runs have uneven
+    lengths. With a `queue`, programs that finish early take some of the rows. Each program computes all G query heads
+    of the KV head. There are two or three launches, no data-dependent shapes and no synchronisation. The plain-torch
+    implementation copies the rows.
 
     Args:
         query: [H, G, D].

@@ -2,9 +2,9 @@
 
 Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens. In
 the first kernel, each program computes a partial softmax over an equal share of a head's centroids, exact rows and
-chosen rows. A second kernel merges the partial softmaxes. Logits are in units of log 2. The first kernel reads chosen
-rows by a list of row indices, and prefetches their tiles. If chosen rows are runs of neighbouring rows, an earlier
-launch writes this list.
+chosen rows. Part of the chosen rows may be left to programs that finish early. A second kernel merges the partial
+softmaxes. Logits are in units of log 2. The first kernel reads chosen rows by a list of row indices, and prefetches
+their tiles. If chosen rows are runs of neighbouring rows, an earlier launch writes this list.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 @triton.jit
 def share_of_stands(first, last, units, rows, FIFTHS: tl.constexpr):
-    """Return the range of the centroids in a program's share of a head's work, work units `first` to `last`.
+    """Return the range of centroids that a program processes: those in work units `first` to `last` of a head.
 
     A work unit is the cost of one row. The head's `rows` centroids take its first `units` work units, FIFTHS / 5 units
     each. Both ends of the range are multiples of 16, so that logits are read four at a time.

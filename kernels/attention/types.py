@@ -98,7 +98,7 @@ class ScoredCentroids:
     clusters: TakenRows | None = None
 
     def log_weights(self) -> torch.Tensor:
-        """Return the log weights [H, C] that are added to the logits."""
+        """Return the log weights [H, C or more] that are added to the logits."""
         return self.log_counts if self.clusters is None else self.clusters.log_left() + self.log_counts
 
     def gathered(self) -> torch.Tensor:

@@ -9,8 +9,9 @@ cluster's members are its tokens or, if it is opened, its children. A head's clu
 3. In the third kernel, each part finds the last rank and the number of members that earlier parts take. Then it writes
    its own members.
 
-Clusters to open are ranked by the exponent alone, without the second kernel. All sums are sums of integers, and so the
-order of execution does not change the result.
+The second kernel is left out if clusters are opened, because these are ranked by the exponent alone. It is also left
+out if there is a threshold: the rank is then 1 for clusters that reach the threshold, else 0. All sums are sums of
+integers, and so the order of execution does not change the result.
 """
 
 from dataclasses import dataclass
@@ -303,8 +304,8 @@ def _rank_kernel(
     tl.store(place + tl.arange(0, counted_bins), counts)
 
 
-# `stride` is not specialised: if Triton knew that it is a multiple of 16, it would load four ranks at once, and convert
-# their layout before it sums them.
+# `stride` is not specialised: if Triton knew that `stride` is a multiple of 16, it would load four ranks at once, and
+# convert their layout before the sum.
 @triton.jit(do_not_specialize=["budget", "stride"])
 def _count_kernel(
     ranked, known, coarse, fine, stride, budget,
@@ -393,13 +394,14 @@ def _take_kernel(
 class Wanted:
     """Goal of a choice of clusters.
 
-    By default, clusters are chosen that hold `budget` tokens. With `threshold`, all clusters whose score reaches it are
-    chosen. With `children`, clusters are opened until they have `budget` tokens and `wanted` children.
+    Without `threshold` and `children`, the best clusters are chosen that hold `budget` tokens. With `threshold`, all
+    clusters whose score reaches it are chosen. With `children`, clusters are opened until they have `budget` tokens and
+    `wanted` children.
 
     `starts` [H, C] int is the first member of each cluster, a token's row or a child, written before the ranks are
-    computed. For listed clusters, the kernels write zeros past the last cluster. `slots` is the capacity of a head in
-    members. `children` [H, C] int32 is the number of each cluster's children, contiguous and written before the logits
-    are computed. The number of members taken is added to `seen` [H] int64, unless it is None.
+    computed. For listed clusters, the kernels write zeros past the last cluster. At most `slots` members of a head are
+    listed. `children` [H, C] int32 is the number of each cluster's children, contiguous and written before the logits
+    are computed. The number of members taken is added to `seen` [H] int64, unless `seen` is None.
     """
 
     starts: torch.Tensor

@@ -129,8 +129,8 @@ def choose_clusters(
     """Choose the clusters with the highest scores S_i, averaged over the query heads, until they hold the budget.
 
     `cluster_scores` defines S_i. Clusters are taken whole, except for the last, of which only the first tokens are
-    taken. With a threshold, all clusters whose S_i reaches it are taken instead. Scores are compared by the exponent
-    and 7 fraction bits, about one part in 128. Of equal clusters, the one with the lower index comes first. On a GPU
+    taken. Scores are compared by the exponent and 7 fraction bits, about one part in 128. Of equal clusters, the one
+    with the lower index comes first. With a threshold, all clusters whose S_i reaches it are taken instead. On a GPU
     there are four kernels, or three with a threshold, no synchronisation and no data-dependent shapes.
 
     Args:

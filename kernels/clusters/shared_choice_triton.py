@@ -316,8 +316,8 @@ def choose_together_triton(
     )
     clusters = power_of_two(stride)
     warps = min(MOST_WARPS, max(4, clusters // CLUSTERS_A_WARP))
-    # With an SM for each program, an unlimited number of registers is faster. Programs of more warps cannot be limited
-    # further.
+    # With an SM for each program, an unlimited number of registers is faster. Programs of more than FEW_WARPS warps
+    # have at most REGISTERS registers per thread anyway.
     limited = {"maxnreg": REGISTERS} if warps <= FEW_WARPS and count_sms(device) < B * H else {}
     _take_kernel[(B, H)](
         scores, ends, counts, scores if thresholds is None else thresholds, lengths, T, C, stride, counts.stride(0),

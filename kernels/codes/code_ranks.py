@@ -33,8 +33,8 @@ def rank_jointly(
 ) -> TokenRanks:
     """Rank all keys by their attention probability, estimated from their codes and averaged over the queries.
 
-    `rank_codes` defines the estimate. Ranks distinguish probabilities up to 2 ** `HEADROOM` / wanted. On a GPU
-    there are two kernels, a few torch operations and no synchronisation.
+    The estimate is that of `rank_codes`, but products are not rounded to bytes. Ranks distinguish probabilities up to
+    about 2 ** `HEADROOM` / wanted. On a GPU there are two kernels, a few torch operations and no synchronisation.
 
     Args:
         query: [H, R, D], all query heads of a group and all their tokens.

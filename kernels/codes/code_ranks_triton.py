@@ -67,7 +67,7 @@ def _make_table(
 ):  # fmt: skip
     """Write a part's table, one byte for each query head and centroid, and each query head's largest product.
 
-    The byte is how many steps the query-centroid product is below the query head's largest product. The largest
+    The byte is how many steps the query-centroid product is below the query head's largest in the part. The largest
     products are written to `tops`, and part 0 writes the query heads' steps in octaves. `head` is that of the query,
     and `document` the head of the codes.
     """

@@ -15,8 +15,8 @@ CENTROIDS = 256  # centroids of a part, one for each value of a byte
 IN_WORD = 4  # codes in an int32 word
 # A query-centroid product is stored as a byte: its distance below the part's largest product, in steps. Each query head
 # has a step of its own, such that LEVELS steps are at least the largest distance. A clamped distance would make keys
-# look better than they are: keys with a bias have products that are hundreds of octaves (log 2) apart. The error of
-# rounding to a step is smaller than the error of the key's code.
+# look better than they are: keys with a bias have products that are hundreds of octaves (units of log 2) apart. The
+# error of rounding to a step is smaller than the error of the key's code.
 LEVELS = 255
 LEAST_OCTAVES = 1.0  # lower bound of LEVELS steps, because all products of a query head can be equal
 STEP_ROOM = 1.02  # factor of a step for the error of its bound, which is computed from truncated float32 numbers
@@ -70,7 +70,7 @@ class KeyCodes(ProductCodes):
 class LaidOutCodes(ProductCodes):
     """Product codes in the layout that the scan kernel reads: contiguous words in tiles of 4,096 keys.
 
-    In each 32 keys, the word of key 8 j + w is at index 4 w + j. Therefore the keys whose ranks share a word of
+    Within every 32 keys, the word of key 8 j + w is at index 4 w + j. Therefore the keys whose ranks share a word of
     `TokenRanks` are adjacent. `spans` [H, m, D / m] float32 are those of the codebooks (`spans_of`).
     """
 

@@ -1,7 +1,6 @@
 """Forward passes of a few tokens over keys and values that a callback returns, for checks of a model or an index.
 
-Decoding does not use these passes, but this file's base classes of caches, and the functions that return the arguments
-of a forward pass.
+Decoding uses only this file's base classes of caches, and the functions that return the arguments of a forward pass.
 """
 
 import sys

@@ -118,8 +118,8 @@ _lost = False
 def has_lost_threads() -> bool:
     """Whether this process is a fork that cannot run models, because its parent's threads do not run in it.
 
-    The parent has then used a model on a CPU with several torch threads, or one of its other threads held a lock of
-    this module at the fork.
+    This is so if the parent had used a model on a CPU with several torch threads, or if another thread of the parent
+    held a lock of this module at the fork.
     """
     return _lost
 
@@ -154,7 +154,10 @@ def alone(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def all_alone() -> Iterator[None]:
-    """Lock all models on GPUs, and those on CPUs that `alone` has ever locked, for changes to the whole process."""
+    """Lock all models within the context, for changes to the whole process.
+
+    On CPUs these are the models that `alone` has ever locked.
+    """
     with ExitStack() as stack:
         for lock in (_opening, _on_gpu, *sorted(_locks.values(), key=id)):
             stack.enter_context(lock)

@@ -41,7 +41,7 @@ def _of_one_size(stored: tuple[torch.Tensor, torch.Tensor], *_: object) -> bool:
 def store_new_row(
     stored: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor], row: torch.Tensor
 ) -> None:
-    """Write the key and the value of one token into a cache; on a GPU this is one launch if keys and values are alike.
+    """Write the key and the value of one token into a cache; on a GPU this is one launch if D = D'.
 
     Args:
         stored: keys [H, R, D] and values [H, R, D']. The rows of a head are contiguous; heads may have any stride, on a

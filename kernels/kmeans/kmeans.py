@@ -19,10 +19,8 @@ CENTRES = 256
 class ShortPoints:
     """`nearest_centres` by faiss, for CENTRES centres and float32 points [H, M, D] on a CPU, with D one of CHANNELS.
 
-    The points are copied.
-
-    Other Python threads can run during the search. In plain torch they would often wait, because each of its many short
-    operations needs Python's global lock.
+    The points are copied. Other Python threads can run during the search. A search in plain torch would hold them up,
+    because each of its many short operations needs Python's global lock.
     """
 
     def __init__(self, points: torch.Tensor):
@@ -204,8 +202,9 @@ def random_points(
 ) -> torch.Tensor:
     """Draw `number` distinct points of each head from points [Hk, M, D]; return [Hk, number, D].
 
-    Only points where `valid` [Hk, M] bool is True are drawn; each head must have `number` of them. None: all points.
-    The probability of a point grows with its weight [Hk, M], which is above 0. None: all points are equally probable.
+    Only points where `valid` [Hk, M] bool is True are drawn; each head must have `number` of them. Without `valid`, any
+    point may be drawn. The probability of a point grows with its weight [Hk, M], which is above 0. Without `weights`,
+    all points are equally probable.
     """
     random = torch.rand(points.shape[:2], generator=generator, device=points.device)
     # Each point draws an exponential variable with its weight as rate. The points with the smallest variables are

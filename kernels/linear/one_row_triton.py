@@ -88,7 +88,7 @@ def _multiply(
 
 @triton.jit
 def _sums_of_nibbles(packed, x, y, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, SIXTEENS: tl.constexpr):
-    """Multiply the 4-bit numbers in the low halves of bytes by x, and those in the high halves by y, all minus 8.
+    """Subtract 8 from 4-bit numbers; multiply those in the low halves of bytes by x, those in the high halves by y.
 
     Return two sums [BLOCK_N, SIXTEENS], each over 16 neighbouring bytes.
     """

@@ -104,7 +104,7 @@ def _int8_rows_kernel(
 
 @triton.jit
 def _nibbles_as_rows(packed, dtype: tl.constexpr):
-    """Convert the low and the high four bits of bytes to the dtype of rows, minus 8, exactly."""
+    """Subtract 8 from the low and from the high four bits of bytes; return both exactly, in the dtype of rows."""
     if WIDEN or tl.float32 == dtype:
         return (packed & 15).to(tl.float32) - 8.0, (packed >> 4).to(tl.float32) - 8.0
     elif tl.bfloat16 == dtype:

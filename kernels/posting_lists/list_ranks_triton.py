@@ -175,7 +175,7 @@ def _store_weights(
     a, b, c, d, unit, base, target, peaks, totals, left, softcap, CAPPED: tl.constexpr, WORDS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the `_weights` of a tile's integer sums as bytes, and their peak and total."""
+    """Write the `_weights` of a tile's integer sums as bytes, the tile's largest logit, and the sum of the weights."""
     highest = _highest(a, left, WHOLE)
     highest = tl.maximum(highest, _highest(b, left - 8, WHOLE))
     highest = tl.maximum(highest, tl.maximum(_highest(c, left - 1, WHOLE), _highest(d, left - 9, WHOLE)))

@@ -108,10 +108,10 @@ def _top_list(centroids: torch.Tensor, keys: torch.Tensor, length: int) -> tuple
 def insert(
     tokens: torch.Tensor, scores: torch.Tensor, new_tokens: torch.Tensor, new_scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Insert new keys into posting lists; a new key replaces a list's key of lowest score if that score is lower.
+    """Insert new keys into posting lists, whose lengths do not change.
 
-    The order of insertion does not matter. A list keeps the highest scores; among equal scores it keeps the first
-    tokens.
+    A list keeps the highest scores; among equal scores it keeps the first tokens. So the order of insertion does not
+    matter.
 
     Args:
         tokens, scores: [C, L], tokens ascending.

@@ -95,7 +95,7 @@ def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int 
 
 
 def best_keys(scores: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Choose `count` keys: the `first` first, the `last` last, and the keys with the highest scores [Hk, T].
+    """Choose `count` keys: `first` at the start, `last` at the end, and those with the highest scores [Hk, T].
 
     Return indices [Hk, count] int64 in any order. Overwrites the scores.
     """
@@ -117,10 +117,11 @@ def quoka_scores(
     similarity: str = "cosine",
     across: str = "max",
 ) -> torch.Tensor:
-    """Compute each key's similarity to the most similar of Q queries, averaged over the query heads of its KV head.
+    """Compute each key's largest similarity to Q queries; `across` may combine the similarities in another way.
 
-    Normalised queries are averaged over the query heads before the products with keys. Products are linear, and so this
-    gives the mean of the heads' products at the cost of one head.
+    A similarity is averaged over the query heads of the key's KV head. For this, the heads' queries are averaged before
+    the products with keys. Products are linear, and so this gives the mean of the heads' products at the cost of one
+    head.
 
     Args:
         query: [Hk, G, Q, D].
