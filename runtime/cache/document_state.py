@@ -12,7 +12,7 @@ from sparsekv.kernels.common.states import LayerKinds, State, hold_state
 
 @dataclass(frozen=True)
 class DocumentState:
-    """State after a stored context, from which every answer begins; empty for models without recurrent layers.
+    """State after a stored context, from which every answer begins; empty if no layer of the model keeps a state.
 
     Args:
         stored: tensors [1, ...] on the model's device, which are never changed.
@@ -44,11 +44,12 @@ class SlotStates:
         self._step: tuple[State, torch.Tensor] | None = None
 
     def begin_question(self, layers: Sequence[object], slot: int, *, continued: bool) -> None:
-        """Make a cache's layers update the state of a slot in place, from the end of the stored context on.
+        """Make a cache's layers update the states of a slot in place.
 
         Args:
             layers: the cache's layers.
-            continued: an earlier step processed the question's first tokens; the slot's state is not reset.
+            continued: the slot has the states after the question's first tokens, and keeps them. Otherwise it gets the
+                states after the stored context.
         """
         views = self._views(slot)
         if not continued:
