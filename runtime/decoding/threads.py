@@ -78,8 +78,8 @@ def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
 def split_pays(threads: int) -> bool:
     """Whether this machine multiplies few rows faster if the layer is split among `threads` threads.
 
-    The function measures once per process, on 4 MiB of weights in about 2 ms, because MKL's behaviour depends on the
-    processor and on MKL's version.
+    The function measures once per process and number of threads, on 4 MiB of weights in about 2 ms, because MKL's
+    behaviour depends on the processor and on MKL's version. With one thread there is nothing to measure.
     """
     if threads == 1:
         return False

@@ -1,8 +1,8 @@
 """Find the index whose prompt a request begins with, and decide which of its tokens are loaded and which are compared.
 
 An index is *on trial* while the first request loads its rows: the model computes the RUN tokens after the loaded ones
-itself, and the worker compares their keys and values with the index's. Only then is the index trusted. One trial runs
-at a time.
+itself, and the worker compares their keys and values with the index's. If they are alike, the index is trusted.
+Otherwise it is refused. One trial runs at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class PrefixTable:
         self.trial: Trial | None = None
 
     def longest(self, ids: Sequence[int]) -> Prefix | None:
-        """Return the prefix of the index with the most tokens to load for a prompt; None if no index has a whole block.
+        """Return the prefix of the index with the most tokens to load for a prompt; None if no block can be loaded.
 
         At least one token of the prompt is never loaded, because its logits are needed.
         """
