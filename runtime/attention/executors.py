@@ -98,8 +98,8 @@ class GatherExecutor:
         search_device: the selector's device.
         mapped: views of the index's files that the selector reads. The pages of the views are released after each
             search.
-        fetch_rest: copy the centroids of the unselected tokens for the missed-mass meter, even if they are not
-            attended.
+        fetch_rest: copy the centroids of the unselected tokens for the missed-mass meter, even if queries do not attend
+            to them.
     """
 
     selector: Selector
@@ -227,8 +227,8 @@ class InPlaceExecutor:
 class FusedExecutor:
     """Attends for one query on a CPU. If the selector has a fused kernel, this kernel both selects and attends.
 
-    Without such a kernel, or if it does not support the case or the rows are on disk, the executor gathers the selected
-    rows and attends to the copy, if possible by `attend_once`.
+    Without such a kernel, for rows on disk, and in cases that the kernel does not support, the executor gathers the
+    selected rows and attends to the copy, if possible by `attend_once`.
     """
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):

@@ -147,7 +147,7 @@ class LayerPlan:
     `DynamicSlot` on the device has the new row's index, as in a CUDA graph. With `own_prefill`, the question's tokens
     select by the same method and budget as the answer's tokens. With `steps_alike`, a CUDA graph of one step can be
     replayed for all later steps, as far as policies, placement and appender are concerned. The selector may still
-    prevent it.
+    prevent the replay.
     """
 
     selector: Selector

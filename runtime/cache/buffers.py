@@ -14,7 +14,7 @@ class ReadRows:
     in which each count stands for `per_count` rows.
 
     A replayed CUDA graph does not run `add`. Therefore, while `deferred` is True, `add` only stores the host's count of
-    a step, and the caller calls `advance` after each replay, which adds this count to the totals.
+    a step, and the caller calls `advance` after each replay, to add this count to the totals.
     """
 
     def __init__(self, heads: int, device: torch.device):

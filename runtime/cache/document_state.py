@@ -35,7 +35,7 @@ class SlotStates:
     """States of S sequences that decode over one stored context: tensors [S, ...].
 
     The model's pass over a question updates views of the question's slot. A decode step updates copies of the states of
-    its sequences, which `end_step` writes back to the slots.
+    its sequences, and `end_step` writes the copies back to the slots.
     """
 
     def __init__(self, document: DocumentState, slots: int):
@@ -75,7 +75,7 @@ class SlotStates:
         hold_state(layers, copies)
 
     def end_step(self) -> None:
-        """Write the states of a decode step back to the slots. A slot may be repeated, if all its states are equal."""
+        """Write the states of a decode step back to the slots. A slot may be repeated with equal states."""
         assert self._step is not None
         copies, slots = self._step
         for name, tensor in copies.items():

@@ -36,7 +36,7 @@ class BuiltLayers:
         self._left = {layer: facts for layer, facts in enumerate(layers) if facts is not None}
 
     def check(self, call: AttentionCall) -> None:
-        """Raise IdentityError if the layer's first call differs from its settings. Later calls only look up a dict."""
+        """Raise IdentityError if a layer's first call differs from the settings. Later calls only look up a dict."""
         if (facts := self._left.pop(call.layer, None)) is None:
             return
         same_scale = math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6)

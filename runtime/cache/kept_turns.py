@@ -125,9 +125,9 @@ class KeptTurns:
     def keep(self, tokens: list[int], rows: Callable[[], KeptRows]) -> None:
         """Store the rows of an ended sequence.
 
-        Stored sequences that this sequence replaces are removed: its prefixes, or without `divided` only an equal
-        sequence. Nothing changes if the sequence has fewer than BLOCK tokens, or if its rows alone are larger than the
-        store. If memory for the copies runs out, all stored rows are removed.
+        Stored sequences of this cache that the new one replaces are removed: with `divided` all its prefixes, otherwise
+        only an equal sequence. Nothing changes if the sequence has fewer than BLOCK tokens, or if its rows alone are
+        larger than the store. If memory for the copies runs out, all stored rows are removed.
 
         Args:
             rows: copies the rows of `tokens`.

@@ -122,10 +122,10 @@ class Answer:
     the question. `kv_fraction` is the number of key, value and index rows that the decode steps read, divided by the
     number that dense attention would read.
 
-    `finish_reason` is `stop` if the model ended the answer, `length` if the token limit or the model's last position
-    was reached, `interrupted` if the caller stopped the answer, and empty if the question was an empty line. `layers`
-    has the missed mass of each layer if the cache measures the missed mass. `sources` are the passages that the answer
-    attended to most, if the request asks for sources.
+    `finish_reason` is `stop` if the model ended the answer, and `length` if the token limit or the model's last
+    position was reached. It is `interrupted` if the caller stopped the answer, and empty if the question was an empty
+    line. `layers` has the missed mass of each layer if the cache measures the missed mass. `sources` are the passages
+    that the answer attended to most, if the request asks for sources.
     """
 
     text: str

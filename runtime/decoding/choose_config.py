@@ -70,7 +70,7 @@ def choose_config(
 def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method] | type[Dense]]:
     """Return the name and class of a method or of dense attention.
 
-    Without a name, it is the first method that the index was built with. If there is none, it is the first registered
+    Without a name, return the first method that the index was built with, or, if there is none, the first registered
     method that needs no index.
 
     Raises:

@@ -90,7 +90,7 @@ class Drafter:
         """Return up to `length` tokens that followed the last earlier occurrence of the newest tokens.
 
         The newest three tokens are searched for, then the newest two (`REPEATED`), first in `tokens` and then in the
-        document. Returns an empty list if they occur nowhere.
+        document. Returns an empty list if neither occurs.
 
         Args:
             tokens: the tokens of question and answer.
@@ -198,7 +198,7 @@ class DraftingEngine(Engine):
 
     @torch.inference_mode()
     def _decoded(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Decode a draft of `tokens` tokens greedily by the config's method, and drop its rows from the cache."""
+        """Decode a draft of `tokens` tokens greedily by the config's method; drop the draft's rows from the cache."""
         draft = list[int]()
         while len(draft) < tokens:
             newest = [*sequence.answer[-1:], *draft][-1]

@@ -56,9 +56,9 @@ HOLD_SHARE, MOST_HELD = 0.5, 12
 """Limits of the time for which waiting questions are held back while other sequences answer.
 
 A step with a question cannot be replayed as a CUDA graph, and all answering sequences wait for it. On an H200, with 64
-answering sequences, it takes 2.3 times as long as a step without one. Therefore questions wait, so that several begin
-in the same step. They begin after `MOST_HELD` steps, or earlier: when the number of steps waited, summed over the
-questions, reaches `HOLD_SHARE` times the number of answering sequences.
+answering sequences, such a step takes 2.3 times as long as a step without one. Therefore questions wait, so that
+several begin in the same step. They begin after `MOST_HELD` steps, or earlier: when the number of steps waited, summed
+over the questions, reaches `HOLD_SHARE` times the number of answering sequences.
 """
 
 
@@ -233,7 +233,7 @@ Ended = tuple[Sequence, "Answer | NotFiniteError"]
 
 
 class Engine:
-    """Decodes questions over one index, as many at a time as its cache has slots.
+    """Decodes questions over one index, as many at a time as the cache has slots.
 
     Sequences in `waiting` wait until a step gives them a free slot. Each step allocates the logits of all sequences.
 
@@ -263,7 +263,7 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.read: tuple[float, int] | None = None
         self._held = (0, 0)
-        """Since a question last began: the number of steps for which questions waited, and its sum over questions."""
+        """Number of steps in a row for which questions were held back, and the sum of the questions in these steps."""
         self.ends = ending_tokens(index)
 
     @torch.inference_mode()
@@ -515,8 +515,8 @@ class Engine:
     def _pass(self, fed: list[Fed]) -> torch.Tensor:
         """Run a forward pass; return its logits [B, V].
 
-        Stores the retrieval heads' queries of each sequence that gets an answer token by this pass, if its sources are
-        requested.
+        Stores the retrieval heads' queries of each sequence that gets an answer token by this pass and whose sources
+        are requested.
         """
         logits = self._logits(fed)
         if self.cache.watched is not None:

@@ -61,8 +61,8 @@ def load_and_open(
     Raises:
         SparsekvError: the model cannot be loaded; no model is given, and the user has never named the model that the
             index names; or with `hold`, the model and the index's rows do not fit on the GPU.
-        UsageError: the model, device or dtype does not exist, the index was built with weights of another precision,
-            several ranks open an index that was built with rounded weights, or an error of `with_weights`.
+        UsageError: the model, device or dtype does not exist; the index was built with weights of another precision; or
+            several ranks open an index that was built with rounded weights. Also raises the errors of `with_weights`.
         IdentityError: the index does not belong to this model.
         ArtifactError: the index's tensors do not fit the model, or are damaged.
     """

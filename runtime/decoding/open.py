@@ -230,7 +230,7 @@ class OpenIndex:
 
     Args:
         rows: keys and values by layer whose reading has already begun, for the probe.
-        prepared: a method that is already prepared. The first sparse cache with this method uses it.
+        prepared: a method that is already prepared. The first sparse cache uses it if the method is that of the cache.
         tokenizer_files: the hash of the files that the tokenizer was loaded from; None: unknown.
         kept: the same index as opened by the server that forked this process. The first call of `cache` returns the
             server's cache if the config is the server's and no other argument is given.

@@ -80,7 +80,7 @@ class Session:
         `question_ids` and of `generate`, and UsageError for a question or a sampling of another type.
 
         Args:
-            question: text, which is put into the index's chat template, or its integer token ids [Q].
+            question: a text, which `question_ids` encodes, or integer token ids [Q].
             on_text, stop, sources: as in `Request`.
         """
         with exclusive(self.index.model):

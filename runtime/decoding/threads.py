@@ -246,9 +246,10 @@ def threads_for(free: float, most: int) -> int:
 class _Meter:
     """State that all threads of this process share: the last reading of CPU use, and torch's original thread count.
 
-    `last` is that reading, and `free` is the number of cores that other processes left free before it. `users` is the
-    number of `free_cores` contexts that are open. `most` is torch's thread count before the first of these contexts
-    changed it. It is stored here, because a context in one thread changes the count with which new threads begin.
+    `last` is that reading, and `free` is the number of cores that other processes left free before the reading. `users`
+    is the number of `free_cores` contexts that are open. `most` is torch's thread count before the first of these
+    contexts changed it. It is stored here, because a context in one thread changes the count with which new threads
+    begin.
     """
 
     def __init__(self) -> None:

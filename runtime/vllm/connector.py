@@ -275,7 +275,7 @@ class SchedulerSide:
             self._answers.attend_densely(name, reason)
 
     def finish(self, request: str) -> None:
-        """Forget a request. If it ends during its trial, the trial ends, and no other request may use its blocks."""
+        """Forget a request. If the request is on trial, the trial ends, and no other request may use its blocks."""
         self._answers.end(request)
         trial = self._table.trial
         if trial is not None and trial.request == request:
@@ -386,7 +386,7 @@ class WorkerSide:
                 self._fail(rows, error)
 
     def compare(self, transfer: Transfer) -> None:
-        """Compare the rows of the tokens that vLLM computed after a loaded prefix with the index's rows of them.
+        """Compare rows that vLLM computed for tokens after a loaded prefix with the index's rows of these tokens.
 
         If the rows are alike, the index is accepted. Otherwise it is refused, and vLLM computes the request's prompt
         itself.

@@ -105,7 +105,7 @@ class DecodeSteps:
     """The requests that decode sparsely in the engine's current step.
 
     A request's layers are kept from one engine step to the next. They are made anew from the engine's cache if the
-    previous engine step had no decode step of the request, or if the request is at another position than they expect.
+    previous engine step had no decode step of the request, or if the request is not at the layers' next position.
 
     Args:
         caches: the engine's caches of the layers, with their layouts.

@@ -113,7 +113,10 @@ class PrefixTable:
         return Prefix(name, loaded, range(loaded, loaded + RUN))
 
     def _shared(self, ids: Sequence[int]) -> dict[str, int]:
-        """Return for each index the number of leading tokens that a prompt shares with it, if it is a block or more."""
+        """Return the number of leading tokens that a prompt shares with the prompt of each index.
+
+        Only indices whose first block the prompt begins with are included.
+        """
         head = np.asarray(ids[: self._block], dtype=np.int64)
         alike = [name for name, prompt in self._prompts.items() if np.array_equal(prompt[: self._block], head)]
         given = np.asarray(ids, dtype=np.int64) if alike else head
