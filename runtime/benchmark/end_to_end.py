@@ -204,7 +204,7 @@ class ModelRow:
         median_ms, lower_ms, upper_ms: median and quartiles of a step's milliseconds.
         timed: `graph`, `eager` or `wall clock`.
         tokens_per_second: tokens of all sequences of the batch together, per second of the mean step.
-        speedup: `tokens_per_second` divided by that of the fastest dense attention with the same weights.
+        speedup: `tokens_per_second` divided by that of the fastest of `dense_forms` with the same weights.
         kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
             tail (the middle), divided by the number of the middle's key and value rows.
     """
@@ -229,7 +229,7 @@ class ModelBench:
     """Times a model at one context length and batch. All layers of the model use the data of a few distinct layers.
 
     Args:
-        weights: the precision to which the model's weights are rounded.
+        weights: the precision to which the model's weights are rounded; None: they are not rounded.
         tell: called with a line of text for each result.
     """
 

@@ -276,7 +276,7 @@ class Score:
 
     `length` is the requested number of tokens; None for published contexts. `tokens` is the mean number of tokens of
     the contexts. A context may be shorter than `length`, because it has only whole sentences, words or items.
-    `kv_fraction` and `seconds` are means over the answers. Answers whose KV fraction is unknown do not count in it.
+    `kv_fraction` and `seconds` are means over the answers. An unknown KV fraction is left out.
     """
 
     task: str

@@ -20,9 +20,10 @@ from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 
 @dataclass(frozen=True)
 class RowIndices:
-    """Row indices that a kernel has written: rows [Hk, capacity] int32, of which the first used [Hk] int32 are valid.
+    """Row indices [Hk, capacity or more] int32, of which each head's first `used` [Hk] int32 are valid.
 
-    `queue` [Hk] int32 is a work queue for the attention kernel, initialised to zeros. None: the kernel needs no queue.
+    `queue` [Hk] int32 are zeros, in which the attention kernel counts the rows that its programs have taken. None: the
+    kernel divides the rows between its programs beforehand.
     """
 
     rows: torch.Tensor
@@ -38,7 +39,8 @@ class RowSet:
         starts: [Hk, Q or 1, R], the first row of each of R runs, for each query or once for all Q queries.
         run_lengths: [Hk, Q or 1, R], the length of each run; None if every run is one row.
         capacity: upper bound of the number of rows of any query.
-        total: number of rows of each query; None if the host would need a sync to know it; 0 if kernels count the rows.
+        total: number of rows of each query; None if it differs between queries or the host would need a sync to know
+            it; 0 if kernels count the rows.
         indices: the same rows as single indices, for one query or for several queries that share the rows.
         log_weights: [Hk, G, Q or 1, capacity] float32, in the order of the runs: logarithms of the importance weights
             of sampled rows, which are added to the rows' logits. None: the rows are not sampled.
@@ -61,7 +63,7 @@ class RowSet:
         return torch.ones_like(self.starts) if self.run_lengths is None else self.run_lengths
 
     def counts(self) -> torch.Tensor | int:
-        """Return the number of rows of each query [Hk, Q or 1], or `total` if the host knows it."""
+        """Return `total`, or the number of rows of each query [Hk, Q or 1] if `total` is None."""
         return self.lengths.sum(-1) if self.total is None else self.total
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -112,8 +114,8 @@ class Residual:
         segments: returns the centroids. Each unselected token is represented by one of them.
         attended: whether the query attends to the centroids instead of their tokens (Multipole Attention, equation 2).
             Otherwise the centroids are used only to estimate the missed attention mass.
-        in_place: the same centroids with their logits, for kernels that attend in place.
-        index_rows: D-sized rows read for the centroids, in addition to the rows that were read for scoring.
+        in_place: the same centroids with their logits, for kernels that attend in place; None: `segments` is used.
+        index_rows: D-sized rows read per KV head for the centroids, in addition to those that were read for scoring.
     """
 
     segments: Callable[[], tuple[CentroidSegment, ...]]
@@ -145,13 +147,13 @@ class Selection:
     def rows_read(self) -> torch.Tensor | float:
         """Return the number of D-sized rows read per KV head, for selected keys and values and for the index.
 
-        The result is a number, or a tensor [Hk, Q or 1].
+        The result is a number, or a tensor [Hk, Q or 1]. Rows that only kernels count are not included (see `Cost`).
         """
         # Numbers stay Python numbers, because copying a number to the GPU waits for the GPU's pending work.
         return 2 * self.rows.counts() + self.cost.index_rows
 
     def attended_segments(self) -> tuple[CentroidSegment, ...]:
-        """Return the centroids that are attended to instead of the tokens that were not selected."""
+        """Return the centroids that are attended to instead of the tokens that were not selected, if there are any."""
         return self.rest.segments() if self.rest is not None and self.rest.attended else ()
 
     def of_queries(self, queries: slice) -> "Selection":
@@ -228,7 +230,7 @@ class Queries:
         joint: whether all Q queries share one selection, as in a question's prefill.
         batch: key under which the layers share a ranking for these tokens. It is 0, or, for a question of a batch, the
             question's number in the step, counted from 1. `piece_batch` makes the keys of the pieces of a question.
-        in_place: further inputs for kernels that read rows in place; None: the selected rows are copied.
+        in_place: further inputs for the selection of a single query whose rows kernels read in place; otherwise None.
     """
 
     query: torch.Tensor
@@ -332,7 +334,7 @@ class MiddleContext:
         first_token: position in the prompt of the first middle token.
         facts: the layer's attention settings, from the manifest.
         tensors: the tensors that the method's indexer built for the layer.
-        calibration, parameters: of the method's record in the manifest.
+        calibration, parameters: those of the method's record in the manifest; empty without a record.
         position: the layer's index among the indexed layers.
         centroids_in_8_bits: int8 centroids of the finest clusters for kernels, if the index stores int8 centroids.
             `tensors` has the dequantised centroids.
@@ -429,8 +431,8 @@ class Appending:
         open_row: returns the first row of the layout that an append may move.
         append: appends `size` tokens to the middle. Takes keys and values [Hk, T, D]: the rows from `open_row` on, in
             layout order, then the `size` new rows.
-        remove: restores the stored index. Returns the stored order [Hk, T] of the rows from the restored `open_row` on,
-            as indices into the rows from that row on before the call. Returns None if nothing was appended.
+        remove: restores the stored index. Returns the order [Hk, T] in which the T rows from the restored `open_row` on
+            were stored, as indices into the present rows from that row on. Returns None if nothing was appended.
     """
 
     size: int
@@ -464,11 +466,12 @@ class Selector(ABC):
     """
 
     layout: torch.Tensor | None = None
-    """Layout, which makes runs contiguous: each stored row's middle position [Hk, M] int64; None: order of position."""
+    """Middle position of each stored row [Hk, M] int64, in an order that makes runs contiguous; None: by position."""
     question_piece: int | None = None
-    """Largest number of a question's tokens that share a selection; its budget is the sum of the tokens' budgets.
+    """Largest number of a question's tokens that share a selection.
 
-    None: each prefill step has one selection, within the budget of one token.
+    The selection's budget is the sum of the tokens' budgets, at most the middle. None: each prefill step has one
+    selection, within the budget of one token.
     """
 
     @abstractmethod
@@ -503,9 +506,9 @@ class Selector(ABC):
         return 0
 
     def replace_by_own(self) -> bool:
-        """Switch to attending to the centroids that `select` scores, instead of the tokens that are not selected.
+        """Switch to attending to the selector's own centroids, instead of the tokens that are not selected.
 
-        Returns False if this is not possible, because the selector has no centroids of keys and values.
+        Returns True after the switch, and False if the selector lacks centroids of keys or of values.
         """
         return False
 
@@ -530,11 +533,11 @@ class Method(ABC):
     learns_queries: ClassVar[bool] = False
     """Whether the index is built from the document's queries, and may be less accurate for other queries."""
     searched_on_host: ClassVar[bool] = False
-    """Whether the index stays in host memory, and is searched there, if keys and values are in host memory."""
+    """Whether the index stays in host memory, and is searched there, if keys and values are not on the GPU."""
     is_bound: ClassVar[bool] = False
     """Whether the method is only an upper bound of recall, because its count of read rows omits the search."""
     reads_all_keys: ClassVar[bool] = False
-    """Whether each decode step reads every key to select rows."""
+    """Whether each decode step reads, and counts as read, every key, so that the KV fraction is above 0.5."""
     merges_heads: ClassVar[bool] = False
     """Whether all KV heads share one selection, which a process that has only some of the heads cannot compute."""
 
@@ -592,8 +595,8 @@ class Method(ABC):
 class MethodSpec:
     """A registered method with its parameters, without a budget.
 
-    `variant` is the name of the method's variant that has these parameters; it is empty for the default variant. With
-    `residual`, centroids represent the tokens that the method does not select.
+    `variant` names these parameters in tables; it can be empty. With `residual`, centroids represent the tokens that
+    the method does not select.
     """
 
     name: str

@@ -82,7 +82,7 @@ def changed_options(*methods: object) -> list[str]:
 
 
 def _parse(field: Field[Any], value: Any) -> Any:
-    """Convert an option's value to its field's type; a tuple of numbers is given as text.
+    """Convert the text of an option whose field is a tuple of numbers to the tuple; return other values unchanged.
 
     Raises:
         UsageError: the text is not a list of numbers that are separated by commas.
@@ -119,7 +119,7 @@ def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[s
 
 
 def method_of(artifact: Artifact, name: str, beside: Sequence[str] = ()) -> str:
-    """Check the name of a single method like `methods_of`; `all` is a UsageError, too."""
+    """Return the name of a single method after the checks of `methods_of`; raise UsageError for `all`, too."""
     if name == "all":
         raise UsageError(f"name one method, not all; there are: {', '.join([*methods_of(artifact), *beside])}")
     return methods_of(artifact, [name], beside)[0]
@@ -133,15 +133,16 @@ def choose_methods(
 ) -> list[str]:
     """Return the names of the methods to run on an index built with the methods `indexed`.
 
-    An empty list, or `all` among the names, means every usable method.
+    A method is usable if it needs no index or is in `indexed`. Without names, or with `all` among the names, all usable
+    methods are returned.
 
     Args:
         how: returns, for a method's name, the instruction that adds the method to the index.
-        beside: other accepted names, such as `dense`, which an error message lists with the methods.
+        beside: names that the caller accepts and handles itself, such as `dense`. Error messages list them with the
+            methods.
 
     Raises:
-        UsageError: a method does not exist, is `auto`, is `dense` without being in `beside`, or the index was not built
-            with it.
+        UsageError: a name is not that of a method, as with `dense` and `auto`, or the method is not usable.
     """
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
