@@ -175,7 +175,7 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
 @torch.no_grad()
 def make_queries_alike(model: PreTrainedModel, share: float) -> bool:
-    """Add a random bias to each layer's `q_proj`, so that the queries of all tokens have a common part.
+    """Give each layer's `q_proj` a random bias, so that the queries of all tokens have a common part.
 
     The norm of the common part is `share` of a query's norm. Queries of a trained model have a common part too. With
     random weights alone, several questions over one context would have unrelated queries and selections. Returns False
@@ -247,10 +247,10 @@ class ModelBench:
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
-        """Time steps with the fastest of `dense_forms`, with our dense attention, and without attention.
+        """Time steps with the fastest of `dense_forms`, with this project's dense attention, and without attention.
 
-        The fastest form is the baseline of all speed-ups. A step without attention takes the time of the rest
-        of the model.
+        The fastest form is the baseline of all speed-ups. A step without attention shows the time of the model's other
+        operations.
         """
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
@@ -298,7 +298,7 @@ class ModelBench:
         return layers
 
     def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
-        """Create a cache layer for each layer of the model; `make` gets the data of a distinct layer and its index."""
+        """Create a cache layer for each layer of the model; `make` gets an element of `self.data` and its index there."""
         turns = [number % len(self.data) for number in range(self.layers)]
         return [make(self.data[turn], turn) for turn in turns]
 

@@ -35,7 +35,7 @@ from sparsekv.runtime.selection.registry import DENSE, configure
 
 
 class SettingTimes:
-    """Times the decode step of `questions` queries, selection included, over the middle one of an index's layers.
+    """Times the decode step of `questions` queries, selection included, over an index's `middle_layer`.
 
     Allocates the layer's keys and values in `dtype`, by default the index's dtype, and a copy of the tokens between
     sinks and tail in the layout of the timed variant.

@@ -57,8 +57,9 @@ class ModelTimer:
     """Times one model at all context lengths and batches, with all methods and budgets.
 
     Args:
-        indexed: names of the methods that have an index.
-        indexers: returns an indexer for each named method that has an index.
+        indexed: names of the methods that store tensors in an index.
+        indexers: returns an indexer for each named method that stores tensors in an index.
+        report: called with a line of text at the start, and for each result.
     """
 
     def __init__(

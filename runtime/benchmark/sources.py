@@ -74,8 +74,8 @@ def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
 def _pieces(heads: int) -> list[slice]:
     """Split the heads into pieces of at most HEADS_AT_ONCE heads.
 
-    If there are several pieces, the first piece is a single head. By comparing its tensors with those of the second
-    piece, `_join` finds out whether a tensor has a head axis.
+    If there are several pieces, the first piece is a single head. By comparing the tensors of the first two pieces,
+    `_join` finds out whether a tensor has a head axis.
     """
     if heads <= HEADS_AT_ONCE:
         return [slice(0, heads)]

@@ -153,8 +153,8 @@ class CodesSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Select the tokens of highest estimated probability; with re-ranking, the best candidates by exact logits.
 
-        Reads the centroids of all clusters, unless the budget is the whole middle. A decode step that `attend_fused`
-        supports does not call this method, because `attend_fused` selects too.
+        Reads the centroids of all clusters, unless the budget is the whole middle. A decode step on a CPU that is
+        neither measured nor prefetched calls `attend_fused` instead, if the compiled step supports the query.
         """
         tokens = budget.tokens(self.middle)
         if tokens == self.middle:

@@ -31,7 +31,7 @@ from sparsekv.runtime.selection.registry import methods
 
 MOST_BITS = 15  # a code is a non-negative int16
 LARGEST_SEED = 2**31 - 1
-LAYERS_APART = 1_000_003  # added to the seed for each layer; the generator uses the last 32 bits of a seed
+LAYERS_APART = 1_000_003  # added to the seed for each layer, whose projections must differ; a seed has 32 bits
 TABLES_AT_ONCE = 8  # tables per matrix product; the product with one table's K columns would be slow
 
 

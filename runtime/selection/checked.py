@@ -71,7 +71,7 @@ def code_of(method: type) -> str | None:
 
 
 class CheckedSelector(Selector):
-    """Checks each selection of another selector. Its optional functions are those of the inner selector, unchecked.
+    """Checks each selection of an inner selector. The inner selector's optional functions are passed on unchecked.
 
     Args:
         inner: the selector of another package's method.
@@ -85,8 +85,7 @@ class CheckedSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Return the inner selector's selection after checking it.
 
-        While a CUDA graph is captured, only dtypes and shapes are checked. The values were checked when the same step
-        ran before without a graph.
+        While a CUDA graph is captured, no values are checked, because the same step has run before without a graph.
 
         Raises:
             SparsekvError: the inner selector fails, it changes the query, or its selection is not valid.

@@ -117,7 +117,7 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
 def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the relative distance of each finest cluster's keys to its centroid: [Hk, C] float64.
 
-    The relative distance is the root mean square of |k - c| over the cluster's keys k, where c is the centroid. It is
+    Let c be the cluster's centroid. The relative distance is the root mean square of |k - c| over the cluster's keys k,
     divided by the root mean square of |k - mean| over all keys of the head. The result is 0 for a cluster without keys,
     and for a head whose keys are all equal.
 

@@ -1,4 +1,4 @@
-"""The interface of methods: a `Method` prepares a `Selector` for each layer, which selects KV rows within a budget."""
+"""The interface of methods: a `Method` prepares, for each layer, a `Selector` that selects KV rows within a budget."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +54,7 @@ class RowSet:
     log_weights: torch.Tensor | None = None
 
     def has_all(self, used: int) -> bool:
-        """Whether the set is one run of all `used` rows, for one query or for several queries that share it."""
+        """Whether the set is one run of the middle's `used` rows, which all queries share."""
         return self.starts.shape[1:] == (1, 1) and self.total == used and self.run_lengths is not None
 
     @property
@@ -85,7 +85,8 @@ class CentroidSegment:
     """Centroids, with keys and values [Hk, C, D], that represent tokens to which queries do not attend individually.
 
     Attributes:
-        log_counts: [Hk, Q or 1, C] float32, logarithm of the number of tokens that each centroid represents.
+        log_counts: [Hk, Q or 1, C] float32, added to the logits of each centroid: the logarithm of the number of tokens
+            that the centroid represents, or a fitted log-weight instead.
         scored: the same centroids with the logits of a decode step's query on the key centroids, if the selection has
             computed these logits.
         clusters: [Hk, C], index of each centroid's cluster. None: the centroids are all clusters of a level, in order.
@@ -112,8 +113,8 @@ class Residual:
 
     Attributes:
         segments: returns the centroids. Each unselected token is represented by one of them.
-        attended: whether the query attends to the centroids instead of their tokens (Multipole Attention, equation 2).
-            Otherwise the centroids are used only to estimate the missed attention mass.
+        attended: whether queries attend to the centroids instead of the tokens that were not selected (Multipole
+            Attention, equation 2). Otherwise the centroids are used only to estimate the missed attention mass.
         in_place: the same centroids with their logits, for kernels that attend in place; None: `segments` is used.
         index_rows: D-sized rows read per KV head for the centroids, in addition to those that were read for scoring.
     """
@@ -203,7 +204,7 @@ _PIECES = 2**20  # above the `Queries.batch` of any step without pieces: fewer s
 def piece_batch(start: int) -> int:
     """Return the number to add to a question's `Queries.batch` for a piece of the question.
 
-    A piece is a run of tokens that share a selection; `start` is its first token in the step.
+    A piece is a run of tokens that share a selection; `start` is the index in the step of the piece's first token.
 
     A layer attends for all pieces of a question, one after another, before the next layer runs. Therefore the layers
     share a ranking for each piece, under a separate key.
@@ -309,8 +310,8 @@ _WANTED = "give a share of the document such as 0.05 or 5%, at most 1.0, or a nu
 class LayerPosition:
     """A layer's index among the indexed layers, counted from 0, and the number of indexed layers.
 
-    `shared` is a dictionary that all layers of one cache or report share. An earlier layer stores an entry under its
-    method's name, which later layers read.
+    `shared` is a dictionary that all layers of one cache or report share. Later layers read the entry that an earlier
+    layer has stored under the method's name.
     """
 
     number: int = 0
@@ -323,8 +324,8 @@ class MiddleContext:
     """Inputs of a selector in one layer: keys, values, attention settings, and tensors built by a method's indexer.
 
     Keys and values are those of the middle: the M tokens between the document's first tokens (sinks) and its last
-    tokens (tail), to which every query attends exactly. Positions in the tensor `token_order` are counted from the
-    first middle token. Positions in other tensors are as the indexer stored them.
+    tokens (tail). Every query attends to sinks and tail exactly. Positions in the tensor `token_order` are counted from
+    the first middle token. Positions in other tensors are as the indexer stored them.
 
     Attributes:
         load_keys: reads the keys [Hk, M, D], in order of position, to the device of `tensors`.
@@ -376,7 +377,7 @@ class SelectorKernels:
             in layout order, the exact keys and values [Hk, E, D] of sinks, tail and new tokens, the budget, and sink
             logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized rows of the middle
             and the index read for each head. The output covers the rows that `select` would choose, the exact keys and
-            values, and centroids if they replace the rest. Returns None if no kernel supports the call.
+            values, and centroids if these represent the other tokens. Returns None if no kernel supports the call.
         choose_for_each: returns one selection of all rows that at least one of the queries chooses for itself. Returns
             None if no kernel supports the call.
         choose_together: returns one selection of all rows that at least one of several sequences chooses. Takes queries
@@ -400,8 +401,9 @@ class ConversationState:
 
     Args:
         forget: discards the state. Called before another question and when the cache is rewound.
-        observe: records a question's queries for its answer. Called if another method selects for the question itself.
-            None: only decode steps of an answer change the state.
+        observe: records a question's queries for its answer. Called if the question's tokens do not select by this
+            method, but attend densely or select by another method. None: only decode steps of an answer change the
+            state.
     """
 
     forget: Callable[[], None]
@@ -410,7 +412,7 @@ class ConversationState:
 
 @dataclass(frozen=True)
 class Appended:
-    """Result of `append`.
+    """Result of `Appending.append`.
 
     `order` [Hk, T] is the new storage order of the rows that were passed to `append`, as indices into these rows.
     `index_rows` is the number of D-sized rows of each head that were read to compute the order.
@@ -495,7 +497,7 @@ class Selector(ABC):
 
     @property
     def report(self) -> SelectorReport | None:
-        """Facts about the selections; None: all tokens are scored, and no centroids represent the rest."""
+        """Facts about the selections; None: all tokens are scored, and no centroids represent unselected tokens."""
         return None
 
     def graph_state(self) -> int | None:
@@ -515,8 +517,8 @@ class Selector(ABC):
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Return centroids for the tokens that are False in `chosen` [Hk, M] bool, which is in the layout's order.
 
-        Only selectors that attend to centroids instead of unselected tokens, and whose method has `can_unite`,
-        implement this function.
+        This function is implemented only by selectors that attend to centroids instead of unselected tokens, and whose
+        method's `can_unite` returns True.
         """
         raise NotImplementedError
 
@@ -577,7 +579,7 @@ class Method(ABC):
 
         Args:
             values: values of the middle [Hk, M, D], in order of position.
-            biggest: number of the biggest clusters to list.
+            biggest: number of the biggest clusters to list, and number of the clusters of largest spread.
         """
         return None
 

@@ -37,7 +37,7 @@ def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str
 
 
 def parameters_label(parameters: Mapping[str, Any], *owners: type) -> str:
-    """Return the parameters that the user set (not None) and that are fields of an owner, such as `rerank=4`."""
+    """Name the parameters that the user set (not None) and that are fields of an owner, such as `rerank=4 scan=0.5`."""
     names = {field.name for owner in owners for field in fields(owner)}
     return " ".join(f"{name}={value}" for name, value in parameters.items() if name in names and value is not None)
 
@@ -66,7 +66,10 @@ def form_options(form: MethodSpec) -> list[str]:
 
 
 def changed_options(*methods: object) -> list[str]:
-    """Return the command-line options of methods or indexers that differ from the defaults; each shared option once."""
+    """Return the parameters of methods or indexers that differ from the defaults, as command-line options.
+
+    An option that several methods share is returned once.
+    """
     options: dict[str, list[str]] = {}
     for method in methods:
         usual = type(method)()
@@ -98,7 +101,7 @@ def _parse(field: Field[Any], value: Any) -> Any:
 
 
 def show_default(field: Field[Any]) -> str:
-    """Format a field's default as the command line accepts it."""
+    """Format a field's default as the command line accepts it; without a default the text is empty."""
     value = field.default if field.default is not MISSING else ""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

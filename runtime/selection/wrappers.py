@@ -25,12 +25,12 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     """Unite the selections of all queries to one selection for all of them.
 
     The union's number of index rows is that of `selection` if it is a number, and the sum over the queries if it is a
-    tensor. The sum is an upper bound, because two queries may read the same rows. The index rows of the centroids that
-    represent unselected tokens are added.
+    tensor. The sum is an upper bound, because two queries may read the same rows. If queries attend to centroids of
+    unselected tokens, the index rows of these centroids are added.
 
     Args:
         selection: one selection for each query.
-        selector: the selector that made the selection. `can_unite` of its method must be True.
+        selector: the selector that made the selection. The method's `can_unite` must return True.
         middle: number of tokens M of the middle.
         capacity: number of row slots to allocate, at least the size of the union. None: the size of the union, which
             takes a sync.
