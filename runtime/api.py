@@ -183,8 +183,8 @@ class Index:
         Args:
             names: names of methods; by default all methods that can run on the index.
             budgets: shares or numbers of the document's tokens, at each of which the methods are measured.
-            by: return a row for each value of `layer`, of `kv_head`, or of each pair of both. Default: each row is the
-                mean over all layers and KV heads.
+            by: `layer`, `kv_head` or both: return a row for each layer, for each KV head, or for each pair of them.
+                Default: each row is the mean over all layers and KV heads.
             questions: measure on the queries of these questions, instead of the document's held-out tail.
             residual: measure each variant a second time with centroids for the tokens that the variant does not
                 select. A method is measured once if one of its variants has a replacement for these tokens anyway.
@@ -240,7 +240,7 @@ def open_index(
     Raises:
         UsageError: `folder` is a file, `model` has a wrong type, or an argument has no effect on a model that is loaded
             already.
-        IdentityError: the index was built with another model.
+        IdentityError: the index does not belong to the model.
     """
     if Path(folder).is_file():
         raise UsageError(f"{folder} {no_folder(Path(folder))}")

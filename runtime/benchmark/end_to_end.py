@@ -298,7 +298,7 @@ class ModelBench:
         return layers
 
     def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
-        """Create a cache layer for each layer of the model; `make` gets an element of `self.data` and its index there."""
+        """Create a cache layer for each layer of the model; `make` gets an element of `self.data` and its index."""
         turns = [number % len(self.data) for number in range(self.layers)]
         return [make(self.data[turn], turn) for turn in turns]
 

@@ -80,7 +80,7 @@ class Builder(Protocol):
         """Raise UsageError if the prompt is too short or too long for an index."""
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build the index of a prompt. Files of an earlier build are reused. Raises the errors of `build_index`."""
+        """Build the index of a prompt, reusing files of an earlier build. Raises the errors of `build_index`."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ class Comparison:
         The result is below 1 if no prompt fits, and None if the model has no limit.
 
         Args:
-            document: number of tokens of the prompt; None: unknown. Some models have fewer positions if it is short.
+            document: number of tokens of the prompt; None: unknown. With a short prompt, some models have fewer
+                positions.
         """
         config = self.loaded.model.config
         positions = positions_of(config) if document is None else positions_after(config, document)

@@ -1,4 +1,4 @@
-"""Generate RULER's tasks (arXiv 2404.06654), and `niah-facts` and `scbench-vt`, which are like two of them.
+"""Generate RULER's tasks (arXiv 2404.06654) and two similar ones, `niah-facts` and `scbench-vt`.
 
 The tasks are needles in haystacks, aggregation and variable tracking.
 """

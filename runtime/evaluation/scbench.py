@@ -96,7 +96,7 @@ class KeyValues(ItemList):
 
 
 ENDS, MIDDLE = 4, 8
-"""Numbers of letters of a string: of its prefix and of its suffix each, and between them."""
+"""Number of letters of a string's prefix or suffix, and number of letters between prefix and suffix."""
 
 
 class PrefixesSuffixes(ItemList):
