@@ -205,8 +205,8 @@ class ModelRow:
         timed: `graph`, `eager` or `wall clock`.
         tokens_per_second: tokens of all sequences of the batch together, per second of the mean step.
         speedup: `tokens_per_second` divided by that of the fastest of `dense_forms` with the same weights.
-        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
-            tail (the middle), divided by the number of the middle's key and value rows.
+        kv_fraction: number of D-sized rows of the index and of the middle (the tokens between sinks and tail) that a
+            step reads, divided by the number of the middle's key and value rows.
     """
 
     method: str

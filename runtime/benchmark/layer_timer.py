@@ -97,8 +97,8 @@ class StepTiming:
         median_ms, lower_ms, upper_ms: median and quartiles in milliseconds.
         timed: `graph`, `eager` or `wall clock`.
         speedup: median time of the fastest dense attention of other libraries, divided by this median.
-        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
-            tail (the middle), divided by the number of the middle's key and value rows.
+        kv_fraction: number of D-sized rows of the index and of the middle (the tokens between sinks and tail) that a
+            step reads, divided by the number of the middle's key and value rows.
         bytes: bytes that a step reads.
         bandwidth: `bytes` per second of the median.
         floor_ms: milliseconds in which a memory copy reads and writes `bytes` bytes in all.

@@ -55,8 +55,8 @@ class Inputs:
         """Read the inputs.
 
         Raises:
-            UsageError: options contradict each other or have no effect, a number is out of range, a task does not exist
-                or lacks its text, the document is an index, or a file cannot be read or has another format.
+            UsageError: options contradict each other or have no effect; a number is out of range; a task does not exist
+                or lacks its text; the document is an index; or a file cannot be read or has another format.
         """
         if document is not None and data is not None:
             raise UsageError("give either a text to make tasks from, or --data FILE with --format")

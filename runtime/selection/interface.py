@@ -374,8 +374,8 @@ class SelectorKernels:
 
     Args:
         attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
-            in layout order, the exact keys and values [Hk, E, D] of sinks, tail and new tokens, the budget, and sink
-            logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized rows of the middle
+            in layout order, and the exact keys and values [Hk, E, D] of sinks, tail and new tokens. Also takes the
+            budget, and sink logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized rows of the middle
             and the index read for each head. The output covers the rows that `select` would choose, the exact keys and
             values, and centroids if these represent the other tokens. Returns None if no kernel supports the call.
         choose_for_each: returns one selection of all rows that at least one of the queries chooses for itself. Returns
@@ -449,7 +449,8 @@ class SelectorReport:
 
     Args:
         covered: returns a mask [Hk, Q, M] bool, in order of position, of the tokens that each query scores when it
-            selects for itself, such as the tokens of the posting lists that it reads. None: all tokens are scored.
+            selects for itself. With posting lists, these are the tokens of the lists that the query reads. None: all
+            tokens are scored.
         centroid_of: returns [Hk, M] int64, in order of position: the index of the centroid that represents each token
             of the middle, counted through the segments of a selection's `rest`. The indices of selected tokens are
             arbitrary. None: no centroids represent tokens.
