@@ -369,15 +369,16 @@ ChooseTogether = Callable[[Queries, torch.Tensor, torch.Tensor, Budget, torch.Te
 class SelectorKernels:
     """Optional kernels of a selector, as functions; None: the selector has no such kernel.
 
-    `attend` runs on a CPU. `choose_for_each` and `choose_together` run on a GPU and cause no sync. They add the number
-    of selected rows to a counter [Hk] int64, if the caller passes one.
+    `attend` runs on a CPU. `choose_for_each` and `choose_together` run on a GPU and cause no sync. The latter two add
+    the number of selected rows to a counter [Hk] int64, if the caller passes one.
 
     Args:
         attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
             in layout order, and the exact keys and values [Hk, E, D] of sinks, tail and new tokens. Also takes the
-            budget, and sink logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized rows of the middle
-            and the index read for each head. The output covers the rows that `select` would choose, the exact keys and
-            values, and centroids if these represent the other tokens. Returns None if no kernel supports the call.
+            budget, and sink logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized
+            rows of the middle and the index read for each head. The output covers the rows that `select` would choose,
+            the exact keys and values, and centroids if these represent the other tokens. Returns None if no kernel
+            supports the call.
         choose_for_each: returns one selection of all rows that at least one of the queries chooses for itself. Returns
             None if no kernel supports the call.
         choose_together: returns one selection of all rows that at least one of several sequences chooses. Takes queries
