@@ -7,9 +7,9 @@
     rows = index.recall_report(["codes", "quest"], budgets=["5%", "10%"])
     pandas.DataFrame(rows)
 
-The commands `generate` and `recall-report` run the same code. Every function raises `SparsekvError` with a message of
-one line. Its subclass `UsageError` means a wrong argument, `ArtifactError` an index that cannot be used. All three
-classes can be imported from `sparsekv`.
+The commands `generate` and `recall-report` run the same code. Errors are `SparsekvError` with a message of one line.
+The subclass `UsageError` means a wrong argument, `ArtifactError` an index that cannot be used, and `IdentityError` an
+index that does not belong to the model. All these classes can be imported from `sparsekv`.
 """
 
 import re
@@ -42,7 +42,7 @@ _OPTION = re.compile(r"--([a-z][a-z-]*)")
 
 @contextmanager
 def api_words() -> Iterator[None]:
-    """Rewrite the message of an error raised in the context: `--page-size` becomes the argument `page_size`.
+    """Rewrite the message of a SparsekvError raised in the context: `--page-size` becomes the argument `page_size`.
 
     Commands in backticks stay unchanged.
     """
@@ -71,7 +71,7 @@ def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
 
 T = TypeVar("T")
 ASKING = ("method", "budget", "residual", "placement", "prefill", "prefill_budget", "question", "sources")
-"""Argument names of `asker` and `ask`, from which the error for a mistyped argument suggests the nearest."""
+"""Argument names of `asker` and `ask` that the error for a mistyped argument can suggest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,24 +103,26 @@ class Index:
     ) -> StreamingSession:
         """Open a session that answers many questions with one config: `asker.ask(question).text`.
 
-        For a model on a GPU, allocates the document's keys and values on the GPU (`placement` `device`) or in host
-        memory (`host`). With `disk`, or for a model on a CPU, the session reads them from the index's files. On a CPU
-        without `disk`, methods that need the rows in another order copy them to memory.
-
         Args:
-            method: name of a method, or `dense`. Default: the setting that `sparsekv tune` stored in the index, or else
-                the index's first method.
+            method: name of a method, or `dense`. Without `method`, `budget`, `residual` and `parameters`, the session
+                uses the setting that `sparsekv tune` stored in the index. Otherwise the default is the index's first
+                method.
             budget: share or number of the document's tokens that a decode step attends to, as on the command line:
-                "5%", 0.05 or 512. Default: that of the method, or the one that `tune` stored.
+                "5%", 0.05 or 512. Default: the method's own.
             residual: attend to centroids instead of the tokens that the method does not select.
+            placement: where the document's keys and values are stored for a model on a GPU: on the GPU (`device`), in
+                host memory (`host`) or in the index's files (`disk`). A model on a CPU reads them from the files.
+                Without `disk`, methods that attend with a CPU kernel, such as `codes`, copy them to memory. Dense
+                attention ignores the placement: a model on a GPU has them on the GPU.
             prefill: attention of a question's tokens. `dense` (default): all tokens. `own`: the selection of the
                 method that answers. The name of a method: the selection of that method.
             prefill_budget: share or number of the document's tokens that each chunk of a question attends to, if
-                `prefill` is a method.
+                `prefill` is a method. Default: 1,024 tokens.
             parameters: parameters of the method, named as its command-line options: `rerank=4`.
 
         Raises:
-            UsageError: an argument does not exist, is not valid, or has no effect with the others.
+            UsageError: an argument does not exist, is not valid, or has no effect with the other arguments.
+            ArtifactError: the index is damaged, or the setting that `tune` stored can no longer run.
         """
         of_sampling = {one.name for one in fields(Sampling)}
         for name, value in parameters.items():
@@ -155,7 +157,7 @@ class Index:
 
         Raises:
             UsageError: the question is empty or not a text, `sampling` is not a `Sampling`, or another argument is not
-                valid.
+                valid. Also raises the errors of `asker` and of `Session.ask`.
         """
         if not isinstance(question, str):
             raise UsageError(f"question is a {type(question).__name__}: give one text; an `asker` answers many in turn")
@@ -176,23 +178,26 @@ class Index:
 
         Returns one flat dict per row, as `recall-report --json` prints them. The key `method` holds the method's name.
         The key `variant` distinguishes the method's variants, such as `without replacement`, `flat threshold` or
-        `page_size=8`. It is empty for a method's default variant.
+        `page_size=8`. For many methods the default variant has an empty name.
 
         Args:
             names: names of methods; by default all methods that can run on the index.
-            by: return a row for each value of `layer`, of `kv_head`, or of both. Default: one row averages over all.
+            budgets: shares or numbers of the document's tokens, at each of which the methods are measured.
+            by: `layer`, `kv_head` or both: return a row for each layer, for each KV head, or for each pair of them.
+                Default: each row is the mean over all layers and KV heads.
             questions: measure on the queries of these questions, instead of the document's held-out tail.
-            residual: measure each variant a second time with centroids for the tokens that it does not select.
-            parameters: parameters of the methods. A method that has one of them is measured with it only, instead of
-                its usual variants.
+            residual: measure each variant a second time with centroids for the tokens that the variant does not
+                select. A method is measured once if one of its variants has a replacement for these tokens anyway.
+            parameters: parameters of the methods. A method that has any of them is measured only with the given
+                parameters, instead of in its usual variants.
 
         Raises:
-            UsageError: an argument does not exist or is not valid.
+            UsageError: an argument does not exist or is not valid, or the index has no centroids for `residual`.
             ArtifactError: the index is damaged, or dense attention over it is not finite.
         """
         refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))
         artifact, model = self.opened.artifact, self.opened.model
-        with api_words(), exclusive(model):  # while CUDA graph capture is on, no other thread may sync with the GPU
+        with api_words(), exclusive(model):  # no thread may sync with the GPU while another captures a CUDA graph
             chosen = {name: methods()[name] for name in methods_of(artifact, _several(names))}
             refuse_unused(chosen, parameters)
             if not _several(budgets):
@@ -225,17 +230,17 @@ def open_index(
     weights: str = AUTO,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Index:
-    """Open an index with the model that built it, or with `model`: a local folder or a hub id.
+    """Open an index with the model that built it, or with `model`: a local folder, a hub id or an open index.
 
-    Loads the model's weights. Meanwhile no other thread can answer a question, because torch's default dtype is set to
-    the model's dtype. Takes the arguments of `load_and_open`, and raises its errors.
+    If `model` is an open index, both indices share its model. Otherwise the model's weights are loaded. Meanwhile no
+    other thread can answer a question, because torch's default dtype is set to the model's dtype.
 
-    If `model` is an open index, both share its model, and no weights are loaded.
+    The other arguments are as in `load_and_open`. Also raises the errors of `load_and_open`.
 
     Raises:
         UsageError: `folder` is a file, `model` has a wrong type, or an argument has no effect on a model that is loaded
             already.
-        IdentityError: the index was built with another model than that of the open index.
+        IdentityError: the index does not belong to the model.
     """
     if Path(folder).is_file():
         raise UsageError(f"{folder} {no_folder(Path(folder))}")

@@ -57,7 +57,8 @@ class Segment:
     rows. Masked keys may hold anything. Masked values must be finite, because they are multiplied by a weight of 0.
 
     `bias` broadcasts like the mask and is added to the logits. It is the log of the number of tokens that a row
-    represents. Keys and values may differ from the query in dtype: centroids have the index's dtype, not the model's.
+    represents; None: no bias. Keys and values may differ from the query in dtype: centroids have the index's dtype,
+    not the model's.
     """
 
     keys: torch.Tensor
@@ -113,8 +114,8 @@ def attend_with_logsumexp(
 class Weighed:
     """Attention output [Hk, G, Q, D] and its softmax weights [Hk, G, Q, sum of T] float32.
 
-    T is the number of rows of a segment. The weights are in the order of the segments, and of the rows of a segment.
-    The weights of learned sink logits, if any, come last. Functions for a single query omit the axis Q.
+    T is the number of rows of a segment. The weights are in the order of the segments, and of the rows of a segment. If
+    there are learned sink logits, one further weight for them comes last. Functions for a single query omit the axis Q.
     """
 
     output: torch.Tensor

@@ -12,7 +12,7 @@ from sparsekv.kernels.scores.logits import attention_logits
 def chunk_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy the chosen rows of keys and values, followed by the rows of a chunk of B tokens, which are the last B.
+    """Copy the chosen rows of keys and values and, after them, the last B rows, those of a chunk of B tokens.
 
     On a GPU this is one kernel.
 
@@ -42,7 +42,7 @@ def sampled_attention(
 ) -> torch.Tensor:
     """Compute each key's attention probability, averaged over the queries and over the query heads of its KV head.
 
-    The softmax is over the keys of the argument alone, without a causal mask.
+    The softmax is over these T keys alone, without a causal mask.
 
     Args:
         query: [Hk, G, Q, D].
@@ -89,9 +89,9 @@ def padded_attention(
 ) -> torch.Tensor:
     """Compute `chunk_attention` with dummy queries in front, so that the mask is square and causal.
 
-    There is one dummy query for each chosen key. cuDNN's kernel is the fastest that torch has on Hopper, but it
-    supports only square causal masks. Its speed saves more time than the dummy queries cost. The attended rows and the
-    queries are copied.
+    There is one dummy query for each chosen key. cuDNN's kernel is the fastest that torch has on Hopper, but supports
+    only square causal masks. This kernel saves more time than the dummy queries cost. The attended rows and the queries
+    are copied.
     """
     query, keys, values = chunk_rows(query, keys, values, chosen, padded=True)
     output = scaled_dot_product_attention(

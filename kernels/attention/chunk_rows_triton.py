@@ -18,8 +18,8 @@ def _chunk_rows_kernel(
 ):  # fmt: skip
     """Write one tile of slots, the rows of the result: the first `known` are chosen rows, the others the chunk's rows.
 
-    Program axis 1 runs over `heads` KV heads, whose keys and values are copied, and then over the query heads. The
-    first `known` slots of a query head are left unwritten.
+    Program axis 1 runs over `heads` KV heads, whose keys and values are copied, and then, if queries are padded, over
+    the query heads. The first `known` slots of a query head are left unwritten.
     """
     wait_for_previous_kernel(EARLY)
     head, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)

@@ -42,8 +42,8 @@ def threads_of_torch() -> Any:
 def compiled_kernels(name: str, folder: str = "attention") -> ModuleType | None:
     """Import the numba module `sparsekv.kernels.FOLDER.NAME`; return None without numba or without GNU OpenMP.
 
-    The first import on a machine compiles the module, which takes seconds. Later processes read the machine code from
-    numba's cache folder, if it is writable.
+    None is also returned if numba's compiler is switched off. The first import on a machine compiles the module, which
+    takes seconds. Later processes read the machine code from numba's cache folder, if that folder is writable.
     """
     if threads_of_torch() is None:
         return None
@@ -105,7 +105,7 @@ class CompiledStep:
         replace: bool,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Choose rows and attend to them; the arguments are those of `attend_to_best` without the layer.
+        """Run `attend_to_best` or `attend_by_codes` as compiled code; the arguments are theirs without the layer.
 
         All tensors are float32, except that the sink logits may have any dtype. The rows of a head are contiguous.
         """
@@ -132,7 +132,7 @@ class CompiledStep:
         return job
 
     def run(self, job: Any, query: torch.Tensor) -> torch.Tensor:
-        """Run a query's job on all threads; return its scratch memory."""
+        """Run a query's job on all threads; return the scratch memory, which has the job's intermediate results."""
         threads = torch.get_num_threads()
         scratch = query.new_empty(self.kernel.scratch_size(job, threads))
         job.scratch = scratch.data_ptr()
@@ -171,8 +171,9 @@ class StepClusters:
 class StepCodes:
     """Product codes [H, M, m] uint8 of the M keys of each of H heads, with their codebooks, and C clusters of the keys.
 
-    `turn` [H, D, D] is the matrix by which queries are multiplied. `books` [H, m, 256 or fewer, D / m] are the
-    codebooks: centroids for each of m parts of the channels of the products.
+    `turn` [H, D, D] is the matrix by which queries are multiplied; the products are called turned queries. The channels
+    of a turned query are split into m parts. `books` [H, m, 256 or fewer, D / m] are the codebooks, the centroids of
+    each part. A key's code in a part is the index of a centroid.
 
     Every key belongs to one cluster, and `labels` [H, M] int32 holds the cluster's index. `centroids` [H, C, D] and
     `values` [H, C, D] represent the keys and the values of each cluster. `counts` [H, C] int32 is its number of keys.
@@ -226,8 +227,8 @@ Layer = TypeVar("Layer", StepClusters, StepCodes)
 class FusedStep(Generic[Layer]):
     """A decode step with a plain-torch implementation, `reference`, and a compiled kernel.
 
-    The kernel replaces the reference on float32 tensors that it supports, if numba and GNU OpenMP are available. The
-    kernel reads rows in place. With the same number of torch threads, its result is the same in every run.
+    The kernel replaces the reference on float32 tensors of a supported layout, if numba and GNU OpenMP are available.
+    The kernel reads rows in place. With the same number of torch threads, its result is the same in every run.
     """
 
     def __init__(self, reference: Callable[..., torch.Tensor]):
@@ -336,7 +337,7 @@ def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor,
     """Choose the rows with the highest scores in each KV head.
 
     A row's score is its attention probability, estimated from its code and averaged over the G query heads: the mean of
-    exp(logit - total). The logit is the sum, over the parts of the code, of the rotated query's product with the
+    exp(logit - total). The logit is the sum, over the parts of the code, of the turned query's product with the
     centroid that the part selects. It is scaled and soft-capped. The total is the log-sum-exp of `beside` and of the
     clusters' logits plus masses. Scores are subject to rounding: of two rows whose scores differ by less than one part
     in 10,000, the wrong one may be chosen.

@@ -32,7 +32,10 @@ JOB = np.dtype(Job)
 
 @njit(inline="always")
 def scores_of(job):
-    """View the scores [H, C] at the start of the scratch memory; the arrays of the functions below follow in order."""
+    """View the scores [H, C] at the start of the scratch memory.
+
+    The arrays of `lengths_of`, `weights_of` and `parts_of` follow, in this order.
+    """
     return floats(job.scratch, (job.H, job.C))
 
 
@@ -148,7 +151,7 @@ def _choose(job, thread, threads):
 def _attend(job, thread, threads):
     """Attend to a thread's share of all heads' rows and centroids.
 
-    Write the thread's partial outputs, and the largest logit and the sum of exponentials of each of them.
+    Write the thread's partial outputs, and the largest logit and the sum of exponentials of each partial output.
     """
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     query, starts = floats(job.query, (H, G, D)), longs(job.starts, (H, C))
@@ -167,7 +170,8 @@ def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
     """Attend to a thread's rows and centroids of one head.
 
     Write the rows' logits to `weights` after the logits of the clusters, and then add the weighted values to `part`.
-    `pieces` is the range of the rows (start, stop), then that of the centroids.
+    `pieces` is the range of the rows (start, stop) and that of the centroids (first, last). The chosen rows are counted
+    from 0, and the exact rows follow them.
     """
     (start, stop, first, last), D, C, E = pieces, job.D, job.C, job.E
     keys, values = floats(job.keys + h * job.key_step, (1, D)), floats(job.values + h * job.value_step, (1, D))

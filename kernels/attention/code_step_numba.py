@@ -60,15 +60,16 @@ Memory = namedtuple("Memory", "scores found taken weights tables logits bins lan
 
 
 def place_arrays(job, threads):
-    """Compute the addresses of the arrays in scratch memory, and its end.
+    """Compute the addresses of the arrays in scratch memory, and the end of the last array.
 
-    H is the number of KV heads, G that of query heads of each, and D that of channels. Each KV head has M keys, C
-    clusters and E exact rows. `fours` = ceil(G / 4) is the number of vectors of LANES = 4 query heads. A key's code has
-    `parts` bytes, each for `size` channels. Arrays without a dtype are float32.
+    H is the number of KV heads, G the number of query heads of a KV head, and D the number of channels. Each KV head
+    has M keys, of which `budget` are chosen, C clusters and E exact rows. `fours` = ceil(G / 4) is the number of
+    vectors of LANES = 4 query heads. A key's code has `parts` bytes, each for `size` channels. Arrays without a dtype
+    are float32.
 
     All threads share these arrays:
         scores: [H, M]; their bits are also read as int32 ranks.
-        found: [H, M] int32, the keys listed so far; at the end, the chosen keys.
+        found: [H, M] int32, the candidates among the keys; at the end, the first `budget` are the chosen keys.
         taken: [H, C] int32, the number of chosen keys in each cluster.
         weights: [H, G, C + budget + E], the logits of clusters, chosen rows and exact rows, later their exponentials.
         done: int32, the number of threads that have written their partial outputs.
@@ -107,7 +108,7 @@ def weights_of(job, memory):
 def lanes_of(job, memory, thread):
     """Compute the addresses of a thread's three arrays of vectors; a vector holds a float32 for each of 4 query heads.
 
-    The arrays are the query [fours, D], one part of the rotated query [fours, size], and the logits [BLOCK] of a
+    The arrays are the query [fours, D], one part of the turned query [fours, size], and the logits [BLOCK] of a
     block's keys. `fours` is the number of vectors that hold all query heads. A buffer of one float32 for each key
     follows the logits.
     """
@@ -199,12 +200,12 @@ def spread_query(job, query, lanes):
 
 @njit(**SUMS)
 def write_table(job, turn, book, part, table, lanes, turned):
-    """Write one part's table: the products [fours, CODES, LANES] of the rotated query with the part's centroids.
+    """Write one part's table: the products [fours, CODES, LANES] of the turned query with the part's centroids.
 
-    `fours` is the number of vectors of LANES query heads. `book` holds the centroids [CODES, size], and `turn` is the
-    matrix [D, D] that rotates queries. `table` is the address of the tables [fours, parts, CODES, LANES] of all parts,
-    and `lanes` that of the query [fours, D, LANES]. `turned` is the address of a buffer for one part of the rotated
-    query.
+    `fours` is the number of vectors of LANES query heads. `book` holds the centroids [CODES, size]. The turned query is
+    the query times the matrix `turn` [D, D]. `table` is the address of the tables [fours, parts, CODES, LANES] of all
+    parts, and `lanes` that of the query [fours, D, LANES]. `turned` is the address of a buffer for one part of the
+    turned query.
     """
     D, size = job.D, job.size
     for four in range(job.fours):
@@ -361,7 +362,7 @@ def _score(job, memory, thread, threads):
 
     A head's keys may be shared by several threads. Each of them computes the head's tables itself, so that no thread
     waits for another. The thread with the head's first key writes the logits of the head's clusters and exact rows to
-    the memory that all threads read.
+    the memory that all threads read. If all keys are chosen, only these logits are computed.
     """
     H, M, parts = job.H, job.M, job.parts
     scores, ranks = floats(memory.scores, (H, M)), ints(memory.scores, (H, M))
@@ -449,7 +450,11 @@ def _choose(job, memory, thread, threads):
 
 @njit(inline="always")
 def _leave(job, memory, h, found, labels):
-    """Add the log weight of a cluster's keys that are not chosen to the cluster's logit, for all clusters of a head."""
+    """Add a log weight to the logit of each cluster of a head, for the cluster's keys that are not chosen.
+
+    The log weight is the cluster's mass plus the log of the share of these keys. Also count each cluster's chosen keys
+    in `taken`.
+    """
     C, taken = job.C, ints(memory.taken, (job.H, job.C))[h]
     counts, masses = ints(job.counts, (job.H, C))[h], floats(job.masses, (job.H, C))[h]
     weights = weights_of(job, memory)[h]
@@ -469,7 +474,7 @@ def _leave(job, memory, h, found, labels):
 def _attend(job, memory, thread, threads):
     """Attend to a thread's share of all heads' rows and centroids.
 
-    Write the thread's partial outputs, and the largest logit and the sum of exponentials of each of them.
+    Write the thread's partial outputs, and the largest logit and the sum of exponentials of each partial output.
     """
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     outputs, sums = floats(memory.outputs, (threads, H, G, D))[thread], floats(memory.sums, (threads, H, G, 2))[thread]
@@ -485,7 +490,8 @@ def _attend(job, memory, thread, threads):
 def _attend_head(job, memory, h, output, sums, start, stop, first, last):
     """Attend to a thread's rows of one head, from `start` up to `stop`, and to its centroids, `first` up to `last`.
 
-    Write the logits of the chosen rows, and then add the weighted values of all rows and centroids to `output`.
+    The chosen rows are counted from 0, and the exact rows follow them. Write the logits of the chosen rows, and then
+    add the weighted values of all rows and centroids to `output`.
     """
     H, D, M, C, E, budget = job.H, job.D, job.M, job.C, job.E, job.budget
     query, found = floats(job.query, (H, job.G, D))[h], ints(memory.found, (H, M))[h]

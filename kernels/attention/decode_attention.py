@@ -21,12 +21,13 @@ def decode_attention(
     sink_logits: torch.Tensor | None = None,
     exact_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to chosen runs of rows, exact rows and centroids that represent rows, in one softmax.
+    """Attend to chosen rows, exact rows and centroids that represent rows, in one softmax.
 
     Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
-    On a GPU this is flash-decoding. The rows of a KV head are split evenly over programs, even if the runs have uneven
-    lengths. Each program computes all G query heads of the KV head. There are two or three launches, no data-dependent
-    shapes and no synchronisation. The plain-torch implementation copies the rows.
+    On a GPU this is flash-decoding. The work of a KV head is split evenly over programs, even if the runs have uneven
+    lengths. With a `queue`, programs that finish early take some of the rows. Each program computes all G query heads
+    of the KV head. There are two or three launches, no data-dependent shapes and no synchronisation. The plain-torch
+    implementation copies the rows.
 
     Args:
         query: [H, G, D].
@@ -34,7 +35,8 @@ def decode_attention(
         exact: keys and values [H, E, D] that are always attended. The rows of a head are contiguous; heads may have
             any stride, on a GPU the same for keys and values.
         centroids: sets of centroids. The heads of their values may have any stride. On a GPU at most one set may have
-            `rows`, and a set may have `scales` only if `runs` has.
+            `rows`. A set without `rows` may have `scales` or `clusters` only if there is no other such set, and
+            `scales` only if `runs` has them.
         sink_logits: [H, G] learned logits that take part in the softmax and have no value row.
         exact_count: [1] int32 on the query's device, the number of valid rows among the E exact rows; None: all.
 

@@ -2,9 +2,9 @@
 
 Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens. In
 the first kernel, each program computes a partial softmax over an equal share of a head's centroids, exact rows and
-chosen rows. A second kernel merges the partial softmaxes. Logits are in units of log 2. The first kernel reads chosen
-rows by a list of row indices, and prefetches their tiles. If chosen rows are runs of neighbouring rows, an earlier
-launch writes this list.
+chosen rows. Part of the chosen rows may be left to programs that finish early. A second kernel merges the partial
+softmaxes. Logits are in units of log 2. The first kernel reads chosen rows by a list of row indices, and prefetches
+their tiles. If chosen rows are runs of neighbouring rows, an earlier launch writes this list.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from sparsekv.kernels.common.tiles_triton import LOG2_E
 
 @triton.jit
 def share_of_stands(first, last, units, rows, FIFTHS: tl.constexpr):
-    """Return the range of the centroids in a program's share of a head's work, work units `first` to `last`.
+    """Return the range of centroids that a program processes: those in work units `first` to `last` of a head.
 
     A work unit is the cost of one row. The head's `rows` centroids take its first `units` work units, FIFTHS / 5 units
     each. Both ends of the range are multiples of 16, so that logits are read four at a time.
@@ -99,7 +99,7 @@ IN_HALF_PRECISION = TileConfig(
 IN_8_BITS = TileConfig(
     4096, 4096, stages=5, programs=8, warps=1, plain_fifths=4, weighed_fifths=(4, 4), listed_fifths=8
 )
-# Pipeline stages. A third stage helps for plain centroids, but not for rows, whose index must be read first.
+# Pipeline stages of the loops over plain centroids and over exact rows. A third stage helps only for centroids.
 STAND_STAGES, EXACT_STAGES = 3, 2
 MERGED_COLUMNS = 32
 # Equal shares do not finish at the same time. Therefore QUEUED_PERCENT of the chosen rows go, a tile at a time, to
@@ -264,8 +264,8 @@ def decode_attention_triton(
 ):
     """Run `decode_attention` on a GPU.
 
-    Allocates float32 partial outputs [H, programs, G, D], with about four programs per SM, or eight for int8 rows. For
-    runs it also allocates their row indices [H, capacity] int32.
+    Allocates float32 partial outputs [H, programs, G, D]; all heads together have about four programs per SM, or eight
+    for int8 rows. For runs it also allocates their row indices [H, capacity] int32.
     """
     assert all(have_equal_strides(*pair) for pair in ((runs.keys, runs.values), exact))
     (H, G, D), E = query.shape, exact[0].shape[1]

@@ -25,7 +25,7 @@ def add_tile(peak, total, output, logits, values):
 
 @triton.jit
 def store_partial(peaks, totals, outputs, part, parts, head, r, R, d, peak, total, output, D: tl.constexpr):
-    """Write the partial softmax of query rows `r` (largest logit, sum of exponentials, output) by program `part`."""
+    """Write program `part`'s partial softmax of query rows `r`: largest logit, sum of exponentials, and output."""
     place = (head * parts + part) * R + r
     tl.store(peaks + place, peak, mask=r < R)
     tl.store(totals + place, total, mask=r < R)

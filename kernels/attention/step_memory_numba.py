@@ -46,7 +46,7 @@ of a step also contains functions from other files. With the checksum, a change 
 
 
 def compiled(step):
-    """Compile the function that each thread calls with the address of a step's arguments; cache it where possible."""
+    """Compile the function that each thread calls with the address of a step's job; cache the code where possible."""
     signature = types.void(types.voidptr)
     try:
         return cfunc(signature, cache=True, **SUMS)(step)
@@ -107,9 +107,9 @@ def clear(parts, sums):
 
 @njit(inline="always")
 def to_weights(logits, sums, start, stop, first, last):
-    """Replace the logits [G, ...] of two ranges by exp(logit - largest), where `largest` is that of both ranges.
+    """Replace the logits [G, ...] in two ranges by exp(logit - largest), with each row's largest logit of both ranges.
 
-    The ranges are `start` to `stop` and `first` to `last`. Write the largest logit and the sum of the exponentials to
+    The ranges are `start` to `stop` and `first` to `last`. Write each row's largest logit and sum of exponentials to
     sums [G, 2].
     """
     for g in range(logits.shape[0]):
@@ -121,7 +121,7 @@ def to_weights(logits, sums, start, stop, first, last):
 
 @njit(inline="always")
 def join(job, parts, sums):
-    """Merge the threads' partial outputs `parts` [threads, H, G, D] and sums into the job's output.
+    """Merge the threads' partial outputs `parts` [threads, H, G, D] into the job's output, by their `sums`.
 
     The softmax includes the sink logits, if any.
     """

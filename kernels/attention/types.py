@@ -12,14 +12,13 @@ from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
 class RunRows:
     """Chosen rows of keys and values [H, M, D], given as runs of neighbouring rows or as single rows.
 
-    On a GPU, keys and values have equal strides.
-    For runs, `starts` [H, R] int holds their first rows. `ends` [H, R] int32 holds the running sums of their lengths,
-    which are at most `capacity`. For single rows, `starts` holds the row indices and `ends` is None. The first `used`
-    [H] int32 indices are valid, or all if `used` is None.
+    On a GPU, keys and values have equal strides. For runs, `starts` [H, R] int holds their first rows. `ends` [H, R]
+    int32 holds the running sums of their lengths, which are at most `capacity`. For single rows, `starts` holds the row
+    indices and `ends` is None. The first `used` [H] int32 indices are valid, or the first `capacity` if `used` is None.
 
-    `queue` [H] int32 is used by the GPU kernel, and zero before the call. Programs that finish their share of a head's
-    rows early take more of them, and this counter says which rows are taken. Each call needs a new counter. With
-    `scales`, keys and values are int8, and the scales convert them to real values.
+    `queue` [H] int32 is a counter for the GPU kernel, zero before the call and new for each call. Programs that finish
+    their share of a head's rows early take further rows of the head, and add them to the counter. If `queue` is None,
+    all rows are in fixed shares. With `scales`, keys and values are int8, and the scales convert them to real values.
     """
 
     keys: torch.Tensor
@@ -74,9 +73,9 @@ class TakenRows:
 class ScoredCentroids:
     """Centroids that are attended instead of the rows that they represent, with the query's logits.
 
-    `logits` [H, G, C] float32 are the query's products with the centroids' keys, scaled and soft-capped. `log_counts`
-    is [H, C] float32 and `values` is [H, C, D]. The softmax is taken of logits + log_counts. Logits and log counts past
-    the last value are minus infinity.
+    `logits` [H, G, C or more] float32 are the query's products with the centroids' keys, scaled and soft-capped.
+    `log_counts` is [H, C or more] float32 and `values` is [H, C, D]. The softmax is taken of logits + log_counts.
+    Logits and log counts past the last value are minus infinity.
 
     Usually `log_counts` is the log of the number of rows that each centroid represents. On a CPU the logits may already
     include the log of the cluster size. Then `log_counts` is the log of the share of the cluster's rows that are not
@@ -99,7 +98,7 @@ class ScoredCentroids:
     clusters: TakenRows | None = None
 
     def log_weights(self) -> torch.Tensor:
-        """Return the log weights [H, C] that are added to the logits."""
+        """Return the log weights [H, C or more] that are added to the logits."""
         return self.log_counts if self.clusters is None else self.clusters.log_left() + self.log_counts
 
     def gathered(self) -> torch.Tensor:
@@ -114,7 +113,7 @@ class ScoredCentroids:
 def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
     """Concatenate the centroids of several levels of a hierarchy; return None for no levels.
 
-    With more than one level, the tensors are copied, and no level may have `scales` or `clusters`.
+    With more than one level, the tensors are copied, and no level may have `rows`, `scales` or `clusters`.
     """
     if len(parts) < 2:
         return parts[0] if parts else None

@@ -9,8 +9,9 @@ cluster's members are its tokens or, if it is opened, its children. A head's clu
 3. In the third kernel, each part finds the last rank and the number of members that earlier parts take. Then it writes
    its own members.
 
-Clusters to open are ranked by the exponent alone, without the second kernel. All sums are sums of integers, and so the
-order of execution does not change the result.
+The second kernel is left out if clusters are opened, because these are ranked by the exponent alone. It is also left
+out if there is a threshold: the rank is then 1 for clusters that reach the threshold, else 0. All sums are sums of
+integers, and so the order of execution does not change the result.
 """
 
 from dataclasses import dataclass
@@ -89,9 +90,9 @@ def last_place(
 ):
     """Find the lowest histogram bin of ranks from which clusters are taken; 0 if the budget is not reached.
 
-    Also return `held` plus the number of tokens in higher bins, and `had` plus the number of members in higher bins.
-    The last three results are counts over the parts before this part: members above the bin, members in it, and tokens
-    in it.
+    `held` and `had` are the numbers of tokens and of members whose ranks are above all these bins. Also return `held`
+    plus the number of tokens in higher bins, and `had` plus the number of members in higher bins. The last three
+    results are counts over the parts before this part: members above the found bin, members in it, and tokens in it.
     """
     place = tl.arange(0, SIZE)
     if OPEN:
@@ -121,9 +122,9 @@ def _write_members(
 ):  # fmt: skip
     """Write the rows of the first `lengths` members of each cluster in `known` to slots from `begins` on.
 
-    `number` is the number of these clusters, and `longest` at least the largest of their lengths.
-    Usually few clusters are taken. The taken clusters are first compacted in scratch memory. Each thread then reads the
-    clusters whose members it writes.
+    `number` is the number of these clusters, and `longest` at least the largest of their lengths. Usually few clusters
+    are taken. Therefore the taken clusters are first compacted in scratch memory, at the indices `order`. Each thread
+    then reads the clusters whose members it writes.
     """
     tl.store(scratch + 4 * order, starts, mask=known)
     tl.store(scratch + 4 * order + 1, begins, mask=known)
@@ -303,14 +304,17 @@ def _rank_kernel(
     tl.store(place + tl.arange(0, counted_bins), counts)
 
 
-# `stride` is not specialised: if Triton knew that it is a multiple of 16, it would load four ranks at once, and convert
-# their layout before it sums them.
+# `stride` is not specialised: if Triton knew that `stride` is a multiple of 16, it would load four ranks at once, and
+# convert their layout before the sum.
 @triton.jit(do_not_specialize=["budget", "stride"])
 def _count_kernel(
     ranked, known, coarse, fine, stride, budget,
     PART: tl.constexpr, OTHERS: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of a part's clusters with the last taken cluster's exponent, by fraction bits of the rank."""
+    """Find the exponent of the last taken cluster's score; write it, and the counts above it, after a part's counts.
+
+    The part's counts are those of the tokens of its clusters with this exponent, by the fraction bits of the rank.
+    """
     part, others, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c, inside, _ = _share(part, others, known, head, stride, PART, KNOWN)
     place = fine + (head * others + part) * (FINE + LIMITS)
@@ -390,13 +394,14 @@ def _take_kernel(
 class Wanted:
     """Goal of a choice of clusters.
 
-    By default, clusters are chosen that hold `budget` tokens. With `threshold`, all clusters whose score reaches it are
-    chosen. With `children`, clusters are opened until they have `budget` tokens and `wanted` children.
+    Without `threshold` and `children`, the best clusters are chosen that hold `budget` tokens. With `threshold`, all
+    clusters whose score reaches it are chosen. With `children`, clusters are opened until they have `budget` tokens and
+    `wanted` children.
 
     `starts` [H, C] int is the first member of each cluster, a token's row or a child, written before the ranks are
-    computed. For listed clusters, the kernels write zeros past the last cluster. `slots` is the capacity of a head in
-    members. `children` [H, C] int32 is the number of each cluster's children, contiguous and written before the logits
-    are computed. The number of members taken is added to `seen` [H] int64, unless it is None.
+    computed. For listed clusters, the kernels write zeros past the last cluster. At most `slots` members of a head are
+    listed. `children` [H, C] int32 is the number of each cluster's children, contiguous and written before the logits
+    are computed. The number of members taken is added to `seen` [H] int64, unless `seen` is None.
     """
 
     starts: torch.Tensor

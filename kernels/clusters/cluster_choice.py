@@ -59,7 +59,8 @@ class BestClusters:
 
     Clusters of equal score are in any order. `logits` [H, G, C] float32 are the query's logits for all centroids plus
     the log counts. `clusters` [H, R] int64 are the indices of the best clusters. `lengths` [H, R] int64 is the number
-    of tokens to take from each of them, and `left` [H, R] int64 the number of its other tokens.
+    of tokens to take from each of them, 0 once the budget is used up. `left` [H, R] int64 is the number of the other
+    tokens of each.
     """
 
     logits: torch.Tensor
@@ -128,8 +129,8 @@ def choose_clusters(
     """Choose the clusters with the highest scores S_i, averaged over the query heads, until they hold the budget.
 
     `cluster_scores` defines S_i. Clusters are taken whole, except for the last, of which only the first tokens are
-    taken. With a threshold, all clusters whose S_i reaches it are taken instead. Scores are compared by the exponent
-    and 7 fraction bits, about one part in 128. Of equal clusters, the one with the lower index comes first. On a GPU
+    taken. Scores are compared by the exponent and 7 fraction bits, about one part in 128. Of equal clusters, the one
+    with the lower index comes first. With a threshold, all clusters whose S_i reaches it are taken instead. On a GPU
     there are four kernels, or three with a threshold, no synchronisation and no data-dependent shapes.
 
     Args:
@@ -273,7 +274,7 @@ def choose_listed(
 
 
 MOST_CLUSTERS = 32_768
-"""Maximum number of clusters of a head, because one program ranks all of them at once."""
+"""Maximum number of clusters of a head in `choose_together`, because one program ranks all of them at once."""
 
 
 @on_gpu("sparsekv.kernels.clusters.shared_choice_triton:choose_together_triton")
@@ -292,7 +293,9 @@ def choose_together(
 ) -> SharedChoice:
     """Choose clusters for B questions, each up to its budget or down to its threshold; return the union of the choices.
 
-    On a GPU there are four kernels, no synchronisation and no data-dependent shapes.
+    A question's score of a cluster is the mean of `cluster_scores` over the question's tokens. Of each cluster, the
+    union has as many tokens as the question that takes most of it. On a GPU there are four kernels, no synchronisation
+    and no data-dependent shapes.
 
     Args:
         query: [H, G, T, D], tokens of all questions, one question after another.
@@ -302,7 +305,7 @@ def choose_together(
         budget: number of tokens for each question in each head.
         capacity: number of row slots of a head, at least the number of rows in the union.
         thresholds: [B] float32, the threshold of each question; None: the budget decides.
-        seen: [H] int64, to which the number of tokens taken is added.
+        seen: [H] int64, to which the number of tokens in the union is added.
 
     Returns:
         See `SharedChoice`. Allocates scores [H, T, C] float32, the rows, and three tensors [H, C].

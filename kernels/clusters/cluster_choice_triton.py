@@ -1,4 +1,4 @@
-"""The functions of `cluster_choice` for one query in Triton: logits and their sums over all SMs, then the choice."""
+"""The functions of `cluster_choice` for one query in Triton: logits and sums of their exponentials, then the choice."""
 
 import torch
 import triton
@@ -20,8 +20,8 @@ from sparsekv.kernels.common.launch import (
 )
 from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
 
-# FEW_CLUSTERS is used for up to MANY clusters, MANY_CLUSTERS for more, and IN_8_BITS for int8 centroids. Each holds
-# tile bytes, pipeline stages, programs per SM and warps, which were fastest as measured.
+# IN_8_BITS is used for int8 centroids, MANY_CLUSTERS for more than MANY clusters that are not listed, and FEW_CLUSTERS
+# for all others. Each holds tile bytes, pipeline stages, programs per SM and warps, which were fastest as measured.
 MANY, FEW_CLUSTERS, MANY_CLUSTERS, IN_8_BITS = 16_384, (32_768, 2, 4, 4), (16_384, 3, 5, 4), (16_384, 3, 4, 2)
 
 
@@ -114,9 +114,9 @@ def _launch(
     softcap: float | None, first_row: torch.Tensor | None = None,
     listed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Scored, torch.Tensor]:  # fmt: skip
-    """Compute the logits, their peaks and sums, of all clusters or of the listed clusters.
+    """Compute the logits of all clusters or of the listed clusters, their peaks, and the sums of their exponentials.
 
-    The second result [H, S] int32 has the listed clusters' first rows. Without `listed` it is never read.
+    The second result [H, S or more] int32 has the listed clusters' first rows. Without `listed` it is never read.
     """
     (H, G, D), C, device = query.shape, counts.shape[1], query.device
     scaled, counts = isinstance(centroids, Int8Kernel), side_by_side(counts)

@@ -27,8 +27,9 @@ MOST_LOGITS = 4096  # most logits of a program's tile, so that an SM's registers
 def _tokens_and_heads(ROWS: tl.constexpr, GROUP: tl.constexpr):
     """Return the token and the query head of each row of a tile, with GROUP rows for each token.
 
-    A thread holds row r and row r + 8 of a product. Therefore two heads of a token are placed eight rows apart: a
-    sum over heads first adds these two within a thread. The other heads are in adjacent rows.
+    A thread holds row r and row r + 8 of a product. Therefore, for 2 to 16 rows a token, two heads of a token are
+    placed eight rows apart: a sum over heads first adds these two within a thread. Otherwise a token's heads are in
+    adjacent rows.
     """
     r = tl.arange(0, ROWS)
     if GROUP == 1 or GROUP > 16:
@@ -222,8 +223,7 @@ def _take_kernel(
     """Choose one question's clusters in a head, and merge them with the choices of the other questions.
 
     With KEEP, the question takes all clusters whose score reaches its threshold. Otherwise it takes the best clusters
-    up to the budget.
-    An atomic maximum keeps, for each cluster, the largest number of tokens that any question takes.
+    up to the budget. An atomic maximum keeps, for each cluster, the largest number of tokens that any question takes.
     """
     question, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, CLUSTERS)
@@ -316,8 +316,8 @@ def choose_together_triton(
     )
     clusters = power_of_two(stride)
     warps = min(MOST_WARPS, max(4, clusters // CLUSTERS_A_WARP))
-    # With an SM for each program, an unlimited number of registers is faster. Programs of more warps cannot be limited
-    # further.
+    # With an SM for each program, an unlimited number of registers is faster. Programs of more than FEW_WARPS warps
+    # have at most REGISTERS registers per thread anyway.
     limited = {"maxnreg": REGISTERS} if warps <= FEW_WARPS and count_sms(device) < B * H else {}
     _take_kernel[(B, H)](
         scores, ends, counts, scores if thresholds is None else thresholds, lengths, T, C, stride, counts.stride(0),

@@ -139,8 +139,8 @@ class SharedChoice:
 class Children:
     """Children of C clusters of each of H heads in the level below.
 
-    `numbers` [H, C] int32 is the number of children, and `first` [H, C] int the index of the first child. `slots` is
-    the capacity of a head in children. The number of children taken is added to `seen` [H] int64, unless it is None.
+    `numbers` [H, C] int32 is the number of children, and `first` [H, C] int the index of the first child. At most
+    `slots` children can be taken in a head. Their number is added to `seen` [H] int64, unless `seen` is None.
     """
 
     numbers: torch.Tensor

@@ -33,8 +33,8 @@ def rank_jointly(
 ) -> TokenRanks:
     """Rank all keys by their attention probability, estimated from their codes and averaged over the queries.
 
-    `rank_codes` defines the estimate. Ranks distinguish probabilities up to 2 ** `HEADROOM` / wanted. On a GPU
-    there are two kernels, a few torch operations and no synchronisation.
+    The estimate is that of `rank_codes`, but products are not rounded to bytes. Ranks distinguish probabilities up to
+    about 2 ** `HEADROOM` / wanted. On a GPU there are two kernels, a few torch operations and no synchronisation.
 
     Args:
         query: [H, R, D], all query heads of a group and all their tokens.
@@ -55,7 +55,7 @@ def rank_jointly(
 
 @on_gpu("sparsekv.kernels.codes.joint_ranks_triton:join_chosen_triton")
 def join_chosen(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> JoinedKeys:
-    """Compute the union of the keys that B queries of each head chose, and count its keys by group.
+    """Compute the union of the keys that B queries of each head chose, and count the keys of the union by group.
 
     The counts are added to `groups.taken`; the shape of `groups.labels` gives the number of keys. On a GPU there are
     three kernels, no synchronisation, and the same result in every run. Allocates one byte per key, and the rows.
@@ -86,12 +86,12 @@ def rank_codes(
 ) -> CodeRanks:
     """Rank all keys by their attention probability, estimated from their codes and averaged over the query heads.
 
-    Ranks are 0 for probabilities below 2 ** `HEADROOM` / (65536 wanted). Probabilities above about 2 ** `HEADROOM` /
-    wanted share the highest rank.
+    Ranks are 0 for probabilities below about 2 ** `HEADROOM` / (65536 wanted). Probabilities above about 2 **
+    `HEADROOM` / wanted share the highest rank.
 
     A key's code selects one centroid in each part of the channels. The key's logit is the sum of the query's products
     with these centroids. Each product is rounded to a byte (`code_logits`). The softmax total is estimated from the
-    exact keys and the clusters' weights, before any code is read. Therefore the codes are read only once. On a GPU
+    exact keys and the clusters' weights, before any code is read. Therefore a query reads the codes only once. On a GPU
     there are two kernels and no synchronisation.
 
     Args:
@@ -132,11 +132,12 @@ def code_logits(
 
 
 def octaves_of_steps(query: torch.Tensor, codes: LaidOutCodes, softmax_scale: float) -> torch.Tensor:
-    """Compute the step [H, G] of each query [H, G, D], in octaves.
+    """Compute the step [H, G] of each query [H, G, D], in octaves; products with centroids are rounded to such steps.
 
-    The distance of two products of a part is at most the sum, over the part's channels, of the rotated query's
-    magnitude times the span of the centroids. The largest bound of a query's parts is divided into LEVELS steps. The
-    rotation's factors are truncated to bfloat16, because a GPU then multiplies them several times as fast.
+    The distance of two products of a part is at most the sum, over the part's channels, of the turned query's
+    magnitude times the span of the centroids. The largest bound of a query's parts, but at least LEAST_OCTAVES, is
+    divided into LEVELS steps. For this bound, the query and the matrix `turn` are truncated to bfloat16, because a GPU
+    then multiplies them several times as fast. The factor STEP_ROOM makes up for the truncation.
     """
     turned = (_truncated(query) @ _truncated(codes.turn)).unflatten(-1, (codes.books.shape[1], -1))
     reach = (turned.abs() * codes.spans[:, None]).sum(-1).amax(-1) * (STEP_ROOM * softmax_scale * math.log2(math.e))

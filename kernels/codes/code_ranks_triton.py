@@ -67,7 +67,7 @@ def _make_table(
 ):  # fmt: skip
     """Write a part's table, one byte for each query head and centroid, and each query head's largest product.
 
-    The byte is how many steps the query-centroid product is below the query head's largest product. The largest
+    The byte is how many steps the query-centroid product is below the query head's largest in the part. The largest
     products are written to `tops`, and part 0 writes the query heads' steps in octaves. `head` is that of the query,
     and `document` the head of the codes.
     """
@@ -277,7 +277,10 @@ def _scores(
     even, odd, word: tl.constexpr, base, steps, logsumexp, g, softcap, CAPPED: tl.constexpr, G: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the estimated probabilities of some keys, summed over the query heads of a word."""
+    """Compute the estimated probabilities of some keys, summed over the query heads of a word.
+
+    `even` and `odd` are the results of `_sums_of_parts`. With SMALL, each of their 16-bit sums is below 2048.
+    """
     if SMALL:
         first, third = packed.two_small_numbers(even)
         second, fourth = packed.two_small_numbers(odd)
@@ -373,7 +376,7 @@ def _scan_kernel(
 
 
 def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap=None):
-    """Run `rank_codes` on a GPU; reads the codes once, and the clusters' keys once for each query."""
+    """Run `rank_codes` on a GPU; reads the codes and the clusters' keys once for each query."""
     (H, G, D), (documents, m, _, size), device = query.shape, codes.books.shape, query.device
     query, padded, C, keys = query.contiguous(), codes.words.shape[2], clusters.counts.shape[1], exact.keys
     rows, tiles = tile_rows(D, query.dtype, TILE_BYTES), padded // TILE_TOKENS

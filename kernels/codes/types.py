@@ -15,14 +15,14 @@ CENTROIDS = 256  # centroids of a part, one for each value of a byte
 IN_WORD = 4  # codes in an int32 word
 # A query-centroid product is stored as a byte: its distance below the part's largest product, in steps. Each query head
 # has a step of its own, such that LEVELS steps are at least the largest distance. A clamped distance would make keys
-# look better than they are: keys with a bias have products that are hundreds of octaves (log 2) apart. The error of
-# rounding to a step is smaller than the error of the key's code.
+# look better than they are: keys with a bias have products that are hundreds of octaves (units of log 2) apart. The
+# error of rounding to a step is smaller than the error of the key's code.
 LEVELS = 255
 LEAST_OCTAVES = 1.0  # lower bound of LEVELS steps, because all products of a query head can be equal
 STEP_ROOM = 1.02  # factor of a step for the error of its bound, which is computed from truncated float32 numbers
 # Octaves above probability 1 / `wanted` in which ranks still distinguish keys. Without them too many keys could share
-# the highest rank, because the total of the softmax is an estimate. It is too small where few keys have most of the
-# probability.
+# the highest rank, because the total of the softmax is only estimated. The estimate is too small where few keys have
+# most of the probability.
 HEADROOM = 6
 
 
@@ -30,9 +30,10 @@ HEADROOM = 6
 class ProductCodes(ABC):
     """Product codes of `keys` keys of each of H heads.
 
-    `turn` [H, D, D] is the matrix by which queries are multiplied. `books` [H, m, 256, D / m] are the centroids of m
-    parts of the channels of the products. Both are contiguous. `words` [H, m / 4, keys or more] int32 holds the codes.
-    Byte b of a key's word p is the key's code in part 4 p + b. Each subclass defines the order of the keys in `words`.
+    `turn` [H, D, D] is the matrix by which queries are multiplied; the products are called turned queries. The channels
+    of a turned query are split into m parts. `books` [H, m, 256, D / m] are the centroids of each part. Both tensors
+    are contiguous. `words` [H, m / 4, keys or more] int32 holds the codes. Byte b of a key's word p is the key's code
+    in part 4 p + b: the index of a centroid. Each subclass defines the order of the keys in `words`.
     """
 
     turn: torch.Tensor
@@ -69,7 +70,7 @@ class KeyCodes(ProductCodes):
 class LaidOutCodes(ProductCodes):
     """Product codes in the layout that the scan kernel reads: contiguous words in tiles of 4,096 keys.
 
-    In each 32 keys, the word of key 8 j + w is at index 4 w + j. Therefore the keys whose ranks share a word of
+    Within every 32 keys, the word of key 8 j + w is at index 4 w + j. Therefore the keys whose ranks share a word of
     `TokenRanks` are adjacent. `spans` [H, m, D / m] float32 are those of the codebooks (`spans_of`).
     """
 

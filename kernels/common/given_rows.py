@@ -1,7 +1,6 @@
 """Forward passes of a few tokens over keys and values that a callback returns, for checks of a model or an index.
 
-Decoding does not use these passes. It uses this file's base classes of caches, and the functions that return the
-arguments of a forward pass.
+Decoding uses only this file's base classes of caches, and the functions that return the arguments of a forward pass.
 """
 
 import sys
@@ -76,7 +75,7 @@ class RowLayer(CacheLayerMixin):
     is_sliding = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing, because the layer allocates no memory."""
+        """Do nothing; a layer that allocates its memory at the first keys overrides this."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -93,7 +92,7 @@ class GivenLayer(RowLayer):
     """
 
     is_compileable = hasattr(sdpa_attention, "pack_gqa")
-    """Whether transformers makes a mask even for a single token, which attends to all rows: in 5.23 and later.
+    """Whether transformers makes a mask even for a single token, which needs none: True for 5.23 and later.
 
     With a mask, the `sdpa` attention of these versions computes all query heads of a KV head in one matrix product. On
     a CPU this takes two thirds of the time of a pass without a mask.
@@ -117,7 +116,7 @@ class GivenLayer(RowLayer):
 def logits_over_rows(
     model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Compute the logits of `pass_over_rows`."""
+    """Compute only the logits of `pass_over_rows`."""
     return pass_over_rows(model, input_ids, before, rows, state)[0]
 
 
@@ -127,13 +126,13 @@ def pass_over_rows(
 ) -> tuple[torch.Tensor, State]:
     """Compute the logits [Q, vocabulary], float32 on the CPU, of tokens [Q] whose first position is `before`.
 
-    The second result is the recurrent state of the model's layers after these tokens. The model makes its own masks and
-    attends with the implementation that it was loaded with. If a layer needs a mask, this implementation may copy the
-    layer's rows for each query head.
+    The second result is the recurrent state of the model's layers after these tokens; empty for a model without one.
+    The model makes its own masks, and attends with the implementation that it was loaded with, or with `eager` where
+    `soft_caps` sets it. If a layer needs a mask, this implementation may copy the layer's rows for each query head.
 
     Args:
         rows: returns a layer's keys and values; see `Rows`.
-        state: the recurrent state after the `before` tokens; empty for a model without one.
+        state: the recurrent state after the `before` tokens; empty without such tokens, or for a model without a state.
     """
     with alone(model), soft_caps(model):
         loaded = model.config._attn_implementation
@@ -155,7 +154,7 @@ def routed_logits_over_rows(
     state: Mapping[str, torch.Tensor],
     attend: AttentionFunction,
 ) -> torch.Tensor:
-    """Compute the same as `logits_over_rows` with the attention function `attend`, which is called with all rows."""
+    """Compute the logits of `logits_over_rows` by an attention function `attend`, called with the rows of `rows`."""
 
     def over_rows(call: AttentionCall) -> torch.Tensor:
         keys, values = rows(call.layer, (call.keys, call.values))
@@ -212,7 +211,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _own_mask)
 
 @torch.inference_mode()
 def keys_of_one_token(model: PreTrainedModel, input_ids: torch.Tensor, position: int) -> dict[int, torch.Tensor]:
-    """Compute each layer's keys [Hk, D] for one token id [1] that runs alone at a position.
+    """Compute the keys [Hk, D] of one token id [1] that runs alone at a position, in each layer that attends.
 
     If several processes (ranks) share the model, all of them must call this function together.
     """

@@ -1,8 +1,7 @@
 """Routing of a model's attention to a caller's function, through transformers' `AttentionInterface`.
 
-Decoding passes the method `attend` of its cache (`IndexCache.attend` for a single sequence). A build passes the method
-that records keys and queries. The passes of `given_rows.py`, over rows that a callback returns, are for checks of a
-model. Answers never use them.
+Decoding passes the method `attend` of its cache (`IndexCache.attend` for a single sequence). A build passes an object
+that records keys and queries.
 """
 
 import os
@@ -43,8 +42,8 @@ HARMLESS = frozenset(
         "max_length_k",
     }
 )
-"""Keyword arguments that do not change the result. Other arguments are ignored if they are None, True or False,
-and refused otherwise."""
+"""Keyword arguments that do not change the result. Arguments that are in neither set are ignored if they are None, True
+or False, and refused otherwise."""
 WAYS = {
     "indices": "chooses keys by an indexer of the model's own",
     "block_indices": "chooses keys by an indexer of the model's own",
@@ -58,7 +57,7 @@ them."""
 
 
 LogitScaling = tuple[float, float | None, torch.Tensor | None]
-"""Softmax scale, soft cap, sink logits [Hk, G]."""
+"""Softmax scale, soft cap or None, and sink logits [Hk, G] or None."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,10 @@ class AttentionCall:
 
     `query` is [Hq, Q, D]. `keys` and `values` [Hk, T, D] are the rows that the model attends to. In most models they
     are the rows that the cache's `update` returned; some models compute them from those rows. RoPE and norms are
-    already applied. If a model's keys and values have different numbers of channels, the smaller are padded with zeros.
-    The sequences of a batch are concatenated along the heads. `window` is the number of keys up to its own that a query
-    attends to; None: all. `sink_logits` [Hq] are learned logits that have no value row.
+    already applied. If a model's queries, keys and values have different numbers of channels, the smaller are padded
+    with zeros. The sequences of a batch are concatenated along the heads. A query attends to the last `window` keys up
+    to its own; None: to all keys up to its own. `sink_logits` [Hq] are learned logits that have no value row; None: the
+    model has none.
     """
 
     layer: int
@@ -98,7 +98,7 @@ AttentionFunction = Callable[[AttentionCall], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Route:
-    """The attention function to which a model's attention is routed, and the thread that set it.
+    """The attention function to which a model's attention is routed, and the thread that set this route.
 
     The function is None within `calling_back`. The thread is stored, because context variables may be copied to other
     threads.
@@ -118,7 +118,8 @@ _lost = False
 def has_lost_threads() -> bool:
     """Whether this process is a fork that cannot run models, because its parent's threads do not run in it.
 
-    This is so if the parent had used a model with several torch threads, or if another thread held a model's lock.
+    This is so if the parent had used a model on a CPU with several torch threads, or if another thread of the parent
+    held a lock of this module at the fork.
     """
     return _lost
 
@@ -153,7 +154,10 @@ def alone(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def all_alone() -> Iterator[None]:
-    """Lock all models on GPUs, and those on CPUs that `alone` has ever locked, for changes to the whole process."""
+    """Lock all models within the context, for changes to the whole process.
+
+    On CPUs these are the models that `alone` has ever locked.
+    """
     with ExitStack() as stack:
         for lock in (_opening, _on_gpu, *sorted(_locks.values(), key=id)):
             stack.enter_context(lock)
@@ -181,7 +185,10 @@ def called_back() -> bool:
 
 
 def is_routed() -> bool:
-    """Whether this thread, or the thread whose context variables it copied, is within `route_attention`."""
+    """Whether this thread is within `route_attention`, and not within `calling_back`.
+
+    A thread with copied context variables counts as the thread that they were copied from.
+    """
     route = _active.get()
     return route is not None and route.function is not None
 
@@ -191,19 +198,20 @@ def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> It
     """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.
 
     The function itself must mask the keys after a query, and the keys before the call's `window`. The window is that of
-    the mask that transformers would have made. Threads that route the same model wait for each other, because the name
-    of the attention implementation is set on the model. A direct call of the model by another thread meanwhile, or
-    within `calling_back`, raises RuntimeError.
+    the mask that transformers would have made. Threads that route the same model wait for each other (`alone`), because
+    the name of the attention implementation is set on the model. A direct call of the model by another thread
+    meanwhile, or within `calling_back`, raises RuntimeError.
 
     Raises:
-        UnsupportedAttentionError: `function` cannot reproduce the model's attention; raised before the layer attends.
+        UnsupportedAttentionError: `function` cannot reproduce a layer's attention; the model's forward pass raises it
+            before this layer attends.
     """
     _register()
     with alone(model):
         previous = model.config._attn_implementation
         token = _active.set(_Route(function, get_ident()))
         try:
-            if previous != IMPLEMENTATION:  # setting it takes a millisecond; an outer route has set it
+            if previous != IMPLEMENTATION:  # unless an outer route has set it; setting it takes a millisecond
                 model.set_attn_implementation(IMPLEMENTATION)
             yield
         finally:

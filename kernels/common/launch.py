@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-FEWEST_ROWS = 32  # smallest number of rows of a program; with fewer, splitting costs more time than it saves
+FEWEST_ROWS = 32  # to fill the last wave, heads are split only down to this many rows a program
 NO_GPU = 2  # number of SMs assumed where kernels run in the interpreter
 
 
@@ -16,10 +16,10 @@ def count_sms(device: torch.device) -> int:
 
 @lru_cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Return the launch options for programmatic dependent launch.
+    """Return a kernel's launch options, with programmatic dependent launch on a GPU from Hopper on.
 
-    The kernel must begin with `wait_for_previous_kernel`. From Hopper on, it is then launched while the previous kernel
-    still runs.
+    Such a kernel is launched while the previous kernel still runs. Therefore it must call `wait_for_previous_kernel`,
+    or `only_wait` and `let_next_launch`, before it reads what an earlier kernel writes.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"EARLY": True, "launch_pdl": True}
@@ -61,7 +61,7 @@ def tile_rows(head_dim: int, dtype: torch.dtype, size: int) -> int:
     return min(max(size // (power_of_two(head_dim) * dtype.itemsize), 16), 128)
 
 
-ALIGNED = 16  # alignment in elements; with it for start and length, rows can be read four elements at a time
+ALIGNED = 16  # if starts and lengths of rows are multiples of this, four elements can be read at a time
 
 
 def aligned(size: int) -> int:

@@ -15,14 +15,14 @@ import torch
 MOST_POSITIONS = 2**21
 """Maximum number of positions at which a mask function is evaluated, unless a sequence is longer."""
 MEASURED_ELEMENTS = 2**22
-"""Maximum number of elements of a mask that are evaluated, unless the rows of LEAST_ROWS queries have more."""
+"""Approximate maximum number of elements of a mask that are evaluated; LEAST_ROWS rows of any length are allowed."""
 LEAST_ROWS = 24
 
 MaskFunction = Callable[..., torch.Tensor]
 Window = int | None
 """Number of keys that a query attends to, ending with its own key; None for all keys up to its own."""
 Measured = Window | str
-"""A window, or a description of a mask that is neither causal nor causal within a window.
+"""A window, or a description of a mask that our attention does not support.
 
 A model may make masks that no layer uses. Therefore such a mask is refused only when a layer uses it.
 """
@@ -37,7 +37,7 @@ class UnsupportedAttentionError(Exception):
 
 
 _windows: dict[object, Measured] = {}
-"""Windows by the code and constants of a mask function, and by the number of positions of its evaluation."""
+"""Windows by a mask function's code and constants, and by the number of positions at which it was evaluated."""
 _markers: dict[tuple[torch.device, torch.dtype, Measured], torch.Tensor] = {}
 _marked: dict[tuple[torch.device, int], Measured] = {}
 """Windows by a marker's device and address; views of a marker share its address."""
@@ -61,9 +61,10 @@ def make_mask(
     """Return the marker [1, 1, 1, 1] of a mask; transformers calls this once per forward pass and kind of layer.
 
     Sequences are never padded here, and so the padding mask is all ones and is ignored. A mask function that depends
-    only on constants is evaluated on the CPU, for some queries and the keys of all positions that the model's config
-    gives, and again only for a longer sequence. A mask function that depends on tensors may change between forward
-    passes. It is evaluated in each pass, for some queries and the keys of the pass, which synchronises with the device.
+    only on constants is evaluated once, on the CPU, for some queries and for the keys of all positions of the model's
+    config (at most `MOST_POSITIONS`), and again only for a longer sequence. Any other mask function may change between
+    forward passes, for example with a tensor. It is evaluated in each pass, for some queries and for the keys of the
+    pass, which synchronises with the device.
 
     Args:
         mask_function: maps the indices of batch, head, query and key to whether the query attends to the key.
@@ -90,7 +91,11 @@ def _window(
     *,
     use_vmap: bool,
 ) -> Measured:
-    """Return the window of a mask function of constants, evaluated over the config's positions, or `end` if more."""
+    """Return the window of a mask function of constants, or a description of an unsupported mask.
+
+    The function is evaluated over the positions of the model's config, or over more if the sequence, which has `end`
+    tokens, is longer. The result is kept in `_windows`.
+    """
     known = getattr(config, "max_position_embeddings", None) or 0
     positions = max(min(max(known, 2 * (local_size or 0), 64), MOST_POSITIONS), 2 ** (end - 1).bit_length())
     if (constants, positions) not in _windows:
@@ -101,17 +106,18 @@ def _window(
 
 
 def _unless_all(window: Measured, known: int, end: int) -> Measured:
-    """Return the window, or None if it covers the `known` positions that the model's config gives.
+    """Return None for a window that covers the `known` positions of the model's config, because it hides no key.
 
-    If the window covers these positions, but the sequence of `end` tokens is longer than the window, return a
-    description of the unsupported mask instead.
+    If the sequence of `end` tokens is longer than such a window, return a description of the unsupported mask.
+    Smaller windows and descriptions are returned unchanged. If `known` is 0, because the config has no number of
+    positions, every window is returned unchanged.
     """
     if window is None or isinstance(window, str) or not known or window < known:
         return window
     if end > window:
         return (
-            f"has a sliding window of {window} tokens, which the sequence exceeds and the config's "
-            f"max_position_embeddings ({known}) does not"
+            f"applies a sliding window of {window} tokens to a sequence longer than "
+            f"max_position_embeddings ({known} in the config)"
         )
     return None
 
@@ -145,9 +151,10 @@ def _marker(device: torch.device, dtype: torch.dtype, window: Measured) -> torch
 
 
 def _constants(function: object) -> tuple[object, ...] | None:
-    """Return a function's code and the constants in its closure and defaults, including those of inner functions.
+    """Return a key that identifies a mask function: its code, and the constants in its closure and defaults.
 
-    Return None if there is a value that is not a constant, such as a tensor.
+    Functions among these values are replaced by their own keys. Return None if `function` is no Python function, or if
+    one of the values is not a constant, such as a tensor.
     """
     if not isinstance(function, FunctionType):
         return None
@@ -172,9 +179,10 @@ def _constants(function: object) -> tuple[object, ...] | None:
 
 
 def _some(first: int, last: int, *more: int) -> list[int]:
-    """Choose query positions from `first` up to, but not including, `last`; `more` adds further positions.
+    """Choose the query positions, from `first` up to, but not including, `last`, at which a mask is checked.
 
-    These are the first position, powers of two after it with their neighbours, and evenly spaced positions.
+    These are the first position, the positions 4, 8, 16, ... after it with their neighbours, 13 nearly evenly spaced
+    positions, and those of `more` that are in the range.
     """
     powers = [first + 2**power + step for power in range(2, (last - first).bit_length()) for step in (-1, 0, 1)]
     between = [first + (last - first) * part // 13 + part for part in range(13)]
@@ -184,7 +192,10 @@ def _some(first: int, last: int, *more: int) -> list[int]:
 def _measure(
     function: MaskFunction, queries: list[int], first: int, keys: int, *, use_vmap: bool, device: torch.device | str
 ) -> Measured:
-    """Determine the window of a mask function from the mask rows of some queries, over `keys` keys from `first` on."""
+    """Determine the window of a mask function from the mask rows of some queries, over `keys` keys from `first` on.
+
+    Return a description if the mask is neither causal nor causal within one sliding window.
+    """
     from transformers import AttentionMaskInterface  # commands parse their options without transformers
 
     row = AttentionMaskInterface()["sdpa"]

@@ -1,7 +1,7 @@
 """Int8 rows for Triton kernels: the values of two adjacent channels are read together, as one int16.
 
-Tensor cores multiply float16. A 16-bit operand is loaded from shared memory two elements at a time, even transposed, as
-the product with values needs it. An 8-bit operand is loaded byte by byte. Therefore the int8 values stay in pairs until
+Tensor cores multiply float16. For the product with values, an operand is loaded transposed from shared memory: two
+elements at a time if they have 16 bits, but one by one if they have 8. Therefore the int8 values stay in pairs until
 they are in the registers of the multiplication. A row's channels become two operands of half the width: the first
 channel of each pair, and the second.
 """
@@ -44,7 +44,10 @@ def second_of(pairs, EXACT: tl.constexpr):
 
 @triton.jit
 def shifted_back(numbers, EXACT: tl.constexpr):
-    """Subtract SHIFT from the results of `first_of` or `second_of`, two values per instruction."""
+    """Subtract SHIFT from the results of `first_of` or `second_of`, two values per instruction.
+
+    With EXACT, or in the interpreter, these results are without SHIFT, and are returned unchanged.
+    """
     if EXACT or WIDEN:
         return numbers
     else:
@@ -72,8 +75,9 @@ def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R
     kernels use EACH if the queries are of several tokens.
 
     Returns:
-        the scaled queries in pairs, [R, D / 2] each; the term [R] that SHIFT adds to their products; the largest
-        magnitude times `scale`, [R] with EACH; and the queries' products [R] with the channels' offsets, times `scale`.
+        the scaled queries in pairs, [R, D / 2] each; the term [R] that SHIFT adds to their products with keys; the
+        largest magnitude times `scale`, [R] with EACH; and the products [R] of the unscaled queries with the channels'
+        offsets, times `scale`.
     """
     EXACT: tl.constexpr = q.dtype == tl.float32
     exact = q.to(tl.float32)
@@ -100,7 +104,7 @@ def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R
 def scales_of(words, of_queries, unit):
     """Unpack words [TILE] of two bfloat16 scales.
 
-    Returns the scales of keys times `of_queries`, and the scales of values divided by `unit`.
+    Returns the scales of keys times `of_queries`, and the scales of values divided by `unit`, at most LARGEST_HALF.
     """
     of_keys = (words << 16).to(tl.float32, bitcast=True) * of_queries
     return of_keys, tl.minimum((words & -65536).to(tl.float32, bitcast=True) / unit, LARGEST_HALF)

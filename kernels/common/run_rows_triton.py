@@ -14,7 +14,7 @@ def _store_kernel(
     slot_stride, head_stride, key_head, key_token, value_head, value_token,
     D: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Store one head's key and value of one token."""
+    """Store one head's key and value of one token, unless the token's row is negative."""
     wait_for_previous_kernel(EARLY)
     token, head, d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
     row = tl.load(rows + token)
@@ -56,9 +56,9 @@ def _rows_kernel(
     starts, ends, rows, runs, starts_stride, ends_stride, rows_stride, capacity,
     STEPS: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the row indices of a program's slots, the elements of the list of rows.
+    """Write the row index of each of a program's slots; a slot is an element of the list of rows.
 
-    A search with three comparisons per step, which divide the runs by four, finds the run of each slot.
+    The run of a slot is found by a search that divides the runs by four in each step, with three comparisons.
     """
     wait_for_previous_kernel(EARLY)
     head = tl.program_id(1).to(tl.int64)
@@ -85,8 +85,8 @@ def _rows_kernel(
 def list_rows(starts: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor, capacity: int) -> None:
     """Write the row indices of runs, run after run, to `rows` [H, capacity or more] int32.
 
-    `starts` [H, R] are the runs' first rows, and `ends` [H, R] the running sums of their lengths. Slots after the last
-    row are left unwritten.
+    `starts` [H, R] are the runs' first rows, and `ends` [H, R] the running sums of their lengths. A head's rows past
+    `capacity` are left out. Slots after the last row are left unwritten.
     """
     H, R = ends.shape
     _rows_kernel[(triton.cdiv(capacity, SLOTS), H)](

@@ -41,11 +41,11 @@ def _of_one_size(stored: tuple[torch.Tensor, torch.Tensor], *_: object) -> bool:
 def store_new_row(
     stored: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor], row: torch.Tensor
 ) -> None:
-    """Write the key and the value of one token into a cache; on a GPU this is one launch.
+    """Write the key and the value of one token into a cache; on a GPU this is one launch if D = D'.
 
     Args:
         stored: keys [H, R, D] and values [H, R, D']. The rows of a head are contiguous; heads may have any stride, on a
-            GPU the same for keys and values.
+            GPU the same for keys and values if D = D'.
         new: key [H, 1, D] and value [H, 1, D'] of the token.
         row: [1] int64, the token's row.
     """
@@ -126,10 +126,10 @@ def expand_full_runs(starts: torch.Tensor, lengths: torch.Tensor, capacity: int)
 
     Args:
         starts: [..., R] int64.
-        lengths: [..., R] int64, each row of which must sum to `capacity`.
+        lengths: [..., R] int64, which must sum to `capacity` along the last axis.
 
     Raises:
-        RuntimeError: the lengths do not sum to `capacity` over all rows together.
+        RuntimeError: the sum of all lengths is not the number of slots of the result. Single sums are not checked.
     """
     apart = starts - (lengths.cumsum(-1) - lengths)
     size = capacity * starts.shape[:-1].numel()

@@ -27,8 +27,8 @@ BOTH = frozenset({"hybrid"})
 NEITHER = frozenset({"moe", "mlp"})
 
 State = dict[str, torch.Tensor]
-"""States of all layers after some tokens of one sequence: tensors [1, ...] named `layer_003.conv_0`,
-`layer_003.recurrent_0`."""
+"""States, after some tokens of one sequence, of all layers that keep one: tensors [1, ...] named
+`layer_003.conv_0`, `layer_003.recurrent_0`."""
 
 
 class RowStateLayer(LinearAttentionAndFullAttentionLayer):
@@ -72,8 +72,8 @@ class LayerKinds:
         """Make the layers of a cache for a sequence that continues after some tokens.
 
         Args:
-            rows: cache layers for the rows of the layers in `attending`.
-            state: state after these tokens, which is copied; empty if there are no tokens yet.
+            rows: one cache layer for the keys and values of each layer in `attending`, in the same order.
+            state: state after these tokens, which is copied; empty without such tokens, or if no layer keeps a state.
         """
         keepers, keeping = dict(zip(self.attending, rows, strict=True)), set(self.keeping)
         made = [self._made(keepers.get(layer), keeps=layer in keeping) for layer in range(self.layers)]
@@ -99,7 +99,7 @@ def layer_kinds(config: PreTrainedConfig) -> LayerKinds:
 
 
 def state_tensors(layers: Iterable[object]) -> State:
-    """Return the states of a cache's layers without copies; the model overwrites them."""
+    """Return the states that a cache's layers have so far, without copies; the model overwrites them."""
     found: State = {}
     for number, layer in enumerate(layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):

@@ -1,7 +1,6 @@
 """Helpers of several Triton kernels: shares of work, products, soft caps, dependent launches.
 
-Kernels call the functions through the module, but import the constants by name. Triton recompiles for changed values of
-constants only if they are imported by name.
+Kernels import the constants by name, because otherwise Triton does not recompile them when a constant changes.
 """
 
 import math
@@ -17,9 +16,9 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def share(part, parts, rows):
-    """Split `rows` rows into `parts` equal parts; return the range of part number `part`.
+    """Split `rows` rows into `parts` parts; return the range (first, end) of part number `part`.
 
-    The first parts may have one row more.
+    The parts are equal, except that the first ones may have one row more.
     """
     size, more = rows // parts, rows % parts
     first = part * size + tl.minimum(part, more)
@@ -31,7 +30,7 @@ def wait_for_previous_kernel(EARLY: tl.constexpr):
     """Wait for the previous kernel if this kernel was launched early, then let the next kernel launch.
 
     A program must call this before it reads data that an earlier kernel writes. Before the call, it may only read or
-    prefetch data that no running kernel writes.
+    prefetch data that no running kernel writes, and write memory that no running kernel uses.
     """
     only_wait(EARLY)
     let_next_launch(EARLY)
@@ -56,10 +55,10 @@ def let_next_launch(EARLY: tl.constexpr):
 
 @triton.jit
 def prefetch(rows, number, MOST: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr):
-    """Prefetch data into the L2 cache before an early-launched kernel waits for the previous kernel.
+    """Prefetch data into the L2 cache before a kernel waits for the previous kernel; without EARLY, do nothing.
 
-    The data are the first `number` of at most MOST elements of SIZE bytes, prefetched by lines of 128 bytes. The
-    previous kernel must not write them.
+    The data are the first `number` elements of SIZE bytes, at most MOST, prefetched by lines of 128 bytes. The previous
+    kernel must not write them.
     """
     if EARLY:
         LINE: tl.constexpr = 128 // SIZE
@@ -81,9 +80,9 @@ def capped(logits, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def exp2_flushed(exponents):
-    """Compute 2 to the power of float32 exponents; results below 2^-126 become 0.
+    """Compute 2 to the power of float32 exponents.
 
-    Handling these small results would take three more instructions.
+    On a GPU, results below 2^-126 become 0, because computing them would take three more instructions.
     """
     if WIDEN:
         return tl.exp2(exponents)
@@ -105,7 +104,11 @@ def log2_of_normal(numbers):
 
 @triton.jit
 def tile_weights(peak, logits):
-    """Update a running softmax by one tile: return the new peak, the tile's weights, and the factor of earlier sums."""
+    """Update the peak [R] of a running softmax by a tile's logits [R, TILE], in units of log 2.
+
+    Return the new peak, the tile's weights 2 ** (logits - new peak), and the factor [R] that earlier sums must be
+    multiplied by, because they are relative to the old peak.
+    """
     highest = tl.maximum(peak, tl.max(logits, 1))
     # All tiles so far may be completely masked.
     safe = tl.where(highest == -float("inf"), 0.0, highest)
@@ -141,7 +144,7 @@ def product(a, b):
 
 @triton.jit
 def dot(a, b):
-    """Compute the matrix product a b in float32, on tensor cores; float32 inputs are not rounded to tf32."""
+    """Compute the matrix product a b with float32 sums, on tensor cores except for float32, which they would round."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     precision: tl.constexpr = "ieee" if a.dtype == tl.float32 else "tf32"

@@ -19,7 +19,7 @@ _theirs: Any = tensor_parallel  # typed Any, because the module has no type anno
 
 
 def sum_in_one_launch() -> None:
-    """Use the one-launch all-reduce in all models loaded from now on, where the GPUs can share memory."""
+    """Sum small outputs of row-wise layers in one launch, in models loaded from now on whose GPUs can share memory."""
     _theirs.ALL_PARALLEL_STYLES[_STYLE] = _RowShares()
 
 
@@ -27,7 +27,7 @@ def sum_in_one_launch() -> None:
 # all-reduces of the layers depend on one another.
 @torch.library.custom_op("sparsekv::sum_over_ranks", mutates_args=())
 def _sum(part: torch.Tensor, group: str) -> torch.Tensor:
-    """Run `sum_triton` over the process group of that name, as one opaque operator for torch's compiler."""
+    """Run `sum_triton` over the process group named `group`, as one opaque operator for torch's compiler."""
     from sparsekv.kernels.distributed.sum_triton import sum_triton
 
     memory = _shared[group]
@@ -43,7 +43,7 @@ def _like(part: torch.Tensor, group: str) -> torch.Tensor:
 
 class _RowShares(_theirs.RowwiseParallel):  # type: ignore[misc]
     def install_forward(self, module: torch.nn.Module, mesh: Any) -> Any:
-        """Install the forward hooks, and set up the shared memory of the group once.
+        """Install the forward hooks and, on GPUs, set up the group's shared memory at the first layer.
 
         All ranks call this in the same order.
         """

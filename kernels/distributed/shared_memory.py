@@ -11,7 +11,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 MOST_BYTES = 64 * 1024
 """Maximum bytes of a rank's part. Each rank sends its part to every other rank; NCCL is faster for larger parts."""
-PROGRAM_BYTES = 2048  # bytes that one program sends and sums; their address does not depend on the dtype
+PROGRAM_BYTES = 2048  # bytes that one program sends and sums, so that its bytes are in the same place for all dtypes
 PROGRAMS = MOST_BYTES // PROGRAM_BYTES
 
 

@@ -1,6 +1,6 @@
 """Hierarchies of clusters, with blocks, appended tokens and outliers.
 
-The tokens of a cluster, and the children of a cluster, are contiguous.
+The children of a cluster have consecutive indices. The tokens of a cluster are adjacent in the stored token order.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,8 @@ def level_sizes(shares: Sequence[float], tokens: int) -> list[int]:
 def number_neighbours(levels: list[Level], labels: torch.Tensor) -> torch.Tensor:
     """Renumber the clusters of every level in place, so that the children of each parent are contiguous.
 
-    Levels are renumbered from the coarsest down, in the order of their parents, with empty clusters last.
+    In each level, the clusters are ordered by their parents, and empty clusters come last. The coarsest level is
+    renumbered first.
 
     Returns:
         [Hk, M] labels of the tokens, as new cluster indices of the finest level.
@@ -246,8 +247,9 @@ def online_levels(
 ) -> list[Level]:
     """Build all levels of a block with keys [Hk, T, D], from the labels [Hk, T] of the finest level.
 
-    The finest level has `clusters` clusters. Coarser levels are clustered from scratch in the space `space` of
-    `to_space`. Their numbers of clusters are the shares `shares[1:]` of the tokens.
+    The finest level has `clusters` clusters. Coarser levels are clustered from scratch, by `iterations` iterations of
+    k-means, in the space `space` of `to_space`. Their numbers of clusters are the shares `shares[1:]` of the tokens, or
+    fewer as in `levels_above`.
     """
 
     def cluster(points: torch.Tensor, clusters: int, valid: torch.Tensor) -> torch.Tensor:

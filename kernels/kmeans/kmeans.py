@@ -17,10 +17,10 @@ CENTRES = 256
 
 
 class ShortPoints:
-    """`nearest_centres` by faiss, for float32 points [H, M, D] on a CPU, with D one of CHANNELS; copies the points.
+    """`nearest_centres` by faiss, for CENTRES centres and float32 points [H, M, D] on a CPU, with D one of CHANNELS.
 
-    Other Python threads can run during the search. A search in plain torch consists of many short operations, each of
-    which needs Python's global lock.
+    The points are copied. Other Python threads can run during the search. A search in plain torch would hold them up,
+    because each of its many short operations needs Python's global lock.
     """
 
     def __init__(self, points: torch.Tensor):
@@ -38,18 +38,19 @@ class ShortPoints:
         return torch.from_numpy(self._quantiser.compute_codes(self._rows)).t().long()
 
 
-# Scores computed at a time, so that they stay in a core's cache until they are searched. Fewest points at a time.
+# Number of scores computed at a time, so that they stay in a core's cache until they are searched; fewest points at a
+# time.
 SCORES_AT_ONCE, FEWEST_ROWS = 2**17, 64
 LEAST_WEIGHT = 1e-30  # least divisor of a cluster's mean, so that the mean of an empty cluster is 0
-FAR = 1e30  # factor that makes any nonzero difference of two scores exceed every index of a centre
+FAR = 1e30  # factor that makes a difference of two scores, unless it is below 1e-24, exceed every index of a centre
 SPACES = ("normalised", "raw", "centred")
 
 
 def to_space(keys: torch.Tensor, space: str, valid: torch.Tensor | None = None) -> torch.Tensor:
     """Convert keys [Hk, M, D] to the space in which they are clustered, in float32.
 
-    `normalised` makes unit vectors (Squeezed Attention, section 3.1). `centred` first subtracts each head's mean key
-    (RetroInfer). `raw` leaves keys unchanged.
+    `normalised` makes unit vectors (Squeezed Attention, section 3.1). `centred` makes unit vectors, too, but first
+    subtracts each head's mean key (RetroInfer). `raw` leaves keys unchanged.
 
     Args:
         valid: [Hk, M] bool, keys to include in the mean, at least one in each head. None: all.
@@ -97,13 +98,13 @@ def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
 def largest_products(points: torch.Tensor, centres: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """Find, for each point, the centre of the largest score: the product with the point, plus the centre's `added`.
 
-    Among equal scores the first centre is found. If a score is NaN, it is centre 0.
+    Among equal scores the first centre is found. A point with a score that is NaN or plus infinity gets centre 0.
 
     Args:
         points: [B, S, d]; centres: [B, C, d]; added: [B, C] float32.
 
     Returns:
-        [B, S] int64. Allocates about SCORES_AT_ONCE float32 scores.
+        [B, S] int64. Allocates about SCORES_AT_ONCE float32 scores, or those of FEWEST_ROWS points if these are more.
     """
     rows = max(FEWEST_ROWS, SCORES_AT_ONCE // centres.shape[1])
     numbers = torch.arange(centres.shape[1], dtype=torch.float32, device=points.device)
@@ -116,9 +117,10 @@ def largest_products(points: torch.Tensor, centres: torch.Tensor, added: torch.T
 
 
 def _first_largest(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the index of the first largest score in each row of scores [T, C]; overwrites the scores.
+    """Return the index, as float32, of the first largest score in each row of scores [T, C]; overwrites the scores.
 
-    `numbers` [C] are the indices 0, 1, ... as float32. `argmax` takes twice as long over scores in a core's cache.
+    The result is NaN in a row with NaN or plus infinity. `numbers` [C] are the indices 0, 1, ... as float32. `argmax`
+    takes twice as long over scores in a core's cache.
     """
     behind = scores.sub_(scores.amax(-1, keepdim=True))
     return torch.add(numbers, behind, alpha=-FAR).amin(-1)
@@ -148,7 +150,7 @@ def cluster_means(
 def lloyd(
     points: torch.Tensor, centres: torch.Tensor, iterations: int, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run Lloyd iterations of assignment and means; a centre without points does not move.
+    """Run Lloyd iterations of assignment and means; a centre whose points have no weight does not move.
 
     Args:
         points: [Hk, M, D] float32; centres: [Hk, C, D], initial centres.
@@ -200,8 +202,9 @@ def random_points(
 ) -> torch.Tensor:
     """Draw `number` distinct points of each head from points [Hk, M, D]; return [Hk, number, D].
 
-    Only points where `valid` [Hk, M] bool is True are drawn; each head must have `number` of them. The probability of
-    a point grows with its weight [Hk, M], which is above 0.
+    Only points where `valid` [Hk, M] bool is True are drawn; each head must have `number` of them. Without `valid`, any
+    point may be drawn. The probability of a point grows with its weight [Hk, M], which is above 0. Without `weights`,
+    all points are equally probable.
     """
     random = torch.rand(points.shape[:2], generator=generator, device=points.device)
     # Each point draws an exponential variable with its weight as rate. The points with the smallest variables are

@@ -9,7 +9,7 @@ import triton.language as tl
 from sparsekv.kernels.common.launch import power_of_two, unit_stride
 from sparsekv.kernels.kmeans.kmeans import LEAST_WEIGHT
 
-FARTHEST_MEAN = 4096.0  # largest distance of the scaled mean from 0; the largest float16 is nearly 16 times this
+FARTHEST_MEAN = 4096.0  # largest magnitude of a scaled mean's channel; the largest float16 is nearly 16 times this
 REGISTERS = 65_536  # registers of an SM
 ROWS_AT_ONCE = 32  # rows of a tile in the kernels for means and for rounding
 
@@ -129,9 +129,9 @@ def _sum_runs(
 class NearestCentres:
     """Search for the nearest centres of fixed points, with centres that change between calls.
 
-    The head's mean point is subtracted from points and centres. Both are scaled so that no coordinate of a point
-    exceeds 1, and rounded to float16. Products are summed in float32. Norms are computed from the rounded centres, so
-    that a point that equals a centre has distance 0 from it.
+    The head's mean point is subtracted from points and centres. Both are scaled so that no coordinate of a point has a
+    magnitude above 1, and rounded to float16. Products are summed in float32. Norms are computed from the rounded
+    centres, so that a point that equals a centre has distance 0 from it.
 
     Rounding moves a point or a centre by at most 2^-11 of its distance to the mean, if its coordinates are in float16's
     normal range. So the chosen centre is further from the point than the nearest centre by at most 2^-10 times the sum

@@ -2,7 +2,8 @@
 
 A decode step is many products of one row. Each reads its weights once, and a short one ends before the GPU has reached
 the full bandwidth of its memory. A joint launch of the layers that read the same row is one product instead of three.
-Each program loads its first weights before it waits for the previous kernel. Products and sums are float32.
+A program loads its first weights, unless they have four bits, before it waits for the previous kernel. Products and
+sums are float32.
 """
 
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def _multiply(
 
 @triton.jit
 def _sums_of_nibbles(packed, x, y, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, SIXTEENS: tl.constexpr):
-    """Multiply the 4-bit numbers in the low halves of bytes by x, and those in the high halves by y.
+    """Subtract 8 from 4-bit numbers; multiply those in the low halves of bytes by x, those in the high halves by y.
 
     Return two sums [BLOCK_N, SIXTEENS], each over 16 neighbouring bytes.
     """

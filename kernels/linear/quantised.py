@@ -12,7 +12,7 @@ from sparsekv.kernels.attention.cluster_step import compiled_kernels, threads_of
 from sparsekv.kernels.common.on_gpu import on_gpu
 
 GROUP = 32
-"""Input channels that share a scale in four bits."""
+"""Input channels that share a scale of 4-bit weights."""
 PAIR = 2 * GROUP
 """Input channels of a pair of groups: the 4-bit numbers of both groups share bytes, and the scales share a word."""
 FEW = 16
@@ -70,7 +70,7 @@ Weight = torch.Tensor | Int8Weight | Int4Weight
 
 
 def round_to_int8(weight: torch.Tensor) -> Int8Weight:
-    """Round weights [N, K] to int8, by one float32 scale per output channel that makes its largest magnitude 127."""
+    """Round weights [N, K] to int8, with a scale per output channel that maps its largest magnitude to 127 or -127."""
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     for some in _blocks(weight):
@@ -135,7 +135,7 @@ def one_row_linears(
 def multiply(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply rows [..., K] by weights [N, K] and add a bias [N]; return [..., N] in the rows' dtype.
 
-    On a CPU with numba and GNU OpenMP, few rows are multiplied by compiled code.
+    On a CPU with numba and GNU OpenMP, up to FEW rows are multiplied by compiled code.
     """
     flat = rows.reshape(-1, rows.shape[-1])
     found = _on_cpu(flat, weight, bias) if rows.is_cpu and _few(flat) else None

@@ -75,7 +75,7 @@ def quantise_linears(model: PreTrainedModel, bits: int) -> float:
     shares its weights with the embedding, the embedding keeps them, and the output layer's rounded weights are added.
 
     Routers and gates are not rounded, because a small error of their weights selects other experts. Fused experts are
-    not rounded, because they are no linear layers.
+    not rounded, because they are not linear layers.
 
     Returns:
         the share of the model's weights that were rounded, embedding excluded.
@@ -95,7 +95,7 @@ def quantise_linears(model: PreTrainedModel, bits: int) -> float:
 
 
 def _is_plain_linear(name: str, module: nn.Module) -> bool:
-    """Whether a module is a linear layer of weights that are neither quantised nor sharded, and no router or gate."""
+    """Whether a module is a linear layer, not named router or gate, of weights neither quantised nor sharded."""
     leaf = name.rpartition(".")[2]
     if leaf.endswith("gate") or "router" in leaf:
         return False

@@ -1,7 +1,7 @@
 """Products of few rows with quantised weights, in Triton: each weight is read once, and converted in registers.
 
-A program computes BLOCK_N outputs on tensor cores, in the rows' dtype, which holds int8 and 4-bit numbers exactly. Sums
-are float32. One row alone is multiplied by `one_row_linears_triton`.
+A program computes BLOCK_N outputs, for 16-bit rows on tensor cores. It multiplies in the rows' dtype, which holds int8
+and 4-bit numbers exactly. Sums are float32. One row alone is multiplied by `one_row_linears_triton`.
 """
 
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def _int8_rows_kernel(
 
 @triton.jit
 def _nibbles_as_rows(packed, dtype: tl.constexpr):
-    """Convert the low and the high four bits of bytes to the dtype of rows, minus 8, exactly."""
+    """Subtract 8 from the low and from the high four bits of bytes; return both exactly, in the dtype of rows."""
     if WIDEN or tl.float32 == dtype:
         return (packed & 15).to(tl.float32) - 8.0, (packed >> 4).to(tl.float32) - 8.0
     elif tl.bfloat16 == dtype:

@@ -78,8 +78,8 @@ def rank_tokens(
 ) -> TokenRanks:
     """Rank all keys by their attention probability, estimated from posting lists and averaged over the query heads.
 
-    In each subspace, a query uses the list of its nearest centroid. Ranks are 0 for probabilities below 1 / (65536
-    wanted). On a GPU there are three kernels and no synchronisation.
+    In each subspace, a query uses the list of its nearest centroid. Ranks are 0 for probabilities below about 1 /
+    (65536 wanted). On a GPU there are three kernels and no synchronisation.
 
     The lists hold four-bit codes of scores. All other errors are smaller than those of the codes. Logits are 12-bit
     sums of codes times integers, with an error of a few thousandths of the largest logit that the query's lists could
@@ -121,7 +121,7 @@ def ranks_of(logits: torch.Tensor, logsumexp: torch.Tensor, wanted: int, *, few:
 def list_logits(
     query: torch.Tensor, lists: ListCodes, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Estimate the logits [H, G, M or more] float32 of queries [H, G, D] from the codes of their lists."""
+    """Estimate the logits [H, G, M or more] float32 of queries [H, G, D] from the lists of their nearest centroids."""
     (H, m, C, _), G = lists.codes.shape, query.shape[1]
     parts = query[..., lists.channels.long()].float().transpose(1, 2)
     reach, nearest = (parts @ lists.centroids.transpose(-1, -2)).max(-1)
@@ -150,21 +150,24 @@ def rank_rows(
     softmax_scale: float,
     softcap: float | None = None,
 ) -> TokenRanks:
-    """Rank rows by their exact attention probability, averaged over the query heads; `TokenRanks` defines the ranks.
+    """Rank rows by their exact attention probability, averaged over the query heads.
 
-    On a GPU there are two kernels and no synchronisation. The plain-torch implementation copies the keys.
+    Ranks are as in `rank_tokens`. On a GPU there are two kernels and no synchronisation. The plain-torch implementation
+    copies the keys.
 
     Args:
         query: [H, G, D].
         keys: [H, M, D], contiguous within a head.
         rows: [H, S] int32, indices of the keys to rank.
-        logsumexp: [H, G] float32, an estimate over all keys, which normalises the probabilities. Where the log-sum-exp
-            of the rows' logits is larger, it is used instead. Where all G estimates are larger, they are lowered by the
-            smallest excess: the order of the rows is the same, and ranks distinguish rows of any probability.
+        logsumexp: [H, G] float32, an estimate over all keys, which normalises the probabilities. An estimate below the
+            log-sum-exp of the rows' logits is raised to that value. If all G estimates of a head are larger, the ranks
+            use estimates lowered by the smallest excess: the order of the rows is the same, and ranks distinguish rows
+            of any probability.
         wanted: number of rows that will be chosen.
 
     Returns:
-        See `TokenRanks`, with S keys. Allocates logits [H, G, S] float32.
+        See `TokenRanks`, with S keys; its log-sum-exps are the raised estimates, not lowered. Allocates logits
+        [H, G, S] float32.
     """
     gathered = keys.gather(1, rows.long()[..., None].expand(-1, -1, keys.shape[2]))
     logits = attention_logits(query[:, :, None], gathered, softmax_scale, softcap)[:, :, 0]

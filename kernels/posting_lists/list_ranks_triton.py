@@ -34,8 +34,8 @@ def add_exact(
 ):  # fmt: skip
     """Write the peak logit, in units of log 2, and the sum of exponentials of a program's share of the exact keys.
 
-    `which` is the program's number among the EXACT_PROGRAMS programs of a head. The results follow the results of the
-    tiles in memory. The first program's share includes the learned sinks.
+    `which` is the program's number among the EXACT_PROGRAMS programs of a head. Its results are stored in the last
+    EXACT_PROGRAMS of a query head's `sums` places. The first program's share includes the learned sinks.
     """
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group = g < G
@@ -112,8 +112,8 @@ def _look_up_kernel(
 
 
 LOGIT_WARPS = 4
-# With many programs, the kernel is bound by instructions. Then one warp is best, because each of four warps would
-# repeat the work that is common to the program.
+# Warps of `_rank_kernel`. With many programs, it is bound by instructions. Then one warp is best, because each of four
+# warps would repeat the work that is common to the program.
 WARPS_OF_FEW, WARPS_OF_MANY = 4, 1
 TILES_OF_A_PROGRAM = 2  # used if all SMs stay busy: a program then computes a query's scale once for two tiles
 MANY = 16  # programs that keep an SM busy
@@ -175,7 +175,7 @@ def _store_weights(
     a, b, c, d, unit, base, target, peaks, totals, left, softcap, CAPPED: tl.constexpr, WORDS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the `_weights` of a tile's integer sums as bytes, and their peak and total."""
+    """Write the `_weights` of a tile's integer sums as bytes, the tile's largest logit, and the sum of the weights."""
     highest = _highest(a, left, WHOLE)
     highest = tl.maximum(highest, _highest(b, left - 8, WHOLE))
     highest = tl.maximum(highest, tl.maximum(_highest(c, left - 1, WHOLE), _highest(d, left - 9, WHOLE)))
@@ -318,7 +318,8 @@ def rank_tokens_triton(query, lists, exact, wanted, softmax_scale, softcap=None)
         GROUP=group_rows(G), FEW=power_of_two(G), PARTS=m, C=C, BLOCK_C=power_of_two(C), SIZE=size,
         BLOCK_SIZE=power_of_two(size), D=D, BLOCK_D=power_of_two(D),
         EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=tile_rows(D, query.dtype, TILE_BYTES), num_warps=WARPS, num_stages=STAGES,
-        # With fused multiply-adds, threads that hold the same sum would round it differently, and store different sums.
+        # With fused multiply-adds, threads that hold the same sum could round it differently. They store the sum in the
+        # same place, so the result would depend on their order.
         enable_fp_fusion=False, **capped_by, **early,
     )  # fmt: skip
     weights = torch.empty(H, G, tiles, TILE_TOKENS // 4, dtype=torch.int32, device=device)

@@ -246,8 +246,8 @@ def _bounds(coarse, fine, wanted, tile, tiles, BINS: tl.constexpr, ROWS: tl.cons
     """Compute the lowest rank that a head chooses, and where one tile writes its chosen keys.
 
     Returns:
-        the last chosen rank; the number of chosen keys in the tiles before `tile`; and the number of keys of the last
-        rank to take from `tile` on.
+        the lowest chosen rank; the number of chosen keys in the tiles before `tile`; and how many keys of this rank are
+        still to be taken, from `tile` and later tiles.
     """
     every, before = sums_of_bins(coarse, tile, tiles, BINS, ROWS)
     last_coarse, left = last_bin(every, wanted, BINS)

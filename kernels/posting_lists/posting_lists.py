@@ -40,7 +40,7 @@ def cosine_kmeans(points: torch.Tensor, clusters: int, iterations: int, generato
         generator: random generator of the seeds, on the points' device.
 
     Returns:
-        [B, C, d] float32. Allocates up to two copies of the points, and 16 MB of cosines at a time.
+        [B, C, d] float32. Allocates up to two copies of the points, and up to 16 MB of cosines at a time.
     """
     points = normalize(points, dim=-1)
     centroids = _seeds(points, clusters, generator)
@@ -108,10 +108,10 @@ def _top_list(centroids: torch.Tensor, keys: torch.Tensor, length: int) -> tuple
 def insert(
     tokens: torch.Tensor, scores: torch.Tensor, new_tokens: torch.Tensor, new_scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Insert new keys into posting lists; a new key replaces the lowest score of a list if its own score is higher.
+    """Insert new keys into posting lists, whose lengths do not change.
 
-    The order of insertion does not matter. A list keeps the highest scores; among equal scores it keeps the first
-    tokens.
+    A list keeps the highest scores; among equal scores it keeps the first tokens. So the order of insertion does not
+    matter.
 
     Args:
         tokens, scores: [C, L], tokens ascending.
@@ -192,8 +192,8 @@ def look_up(
     """Find the nearest centroids, by cosine, of each part of queries [Hk, R, D]; a part is a query in one subspace.
 
     Args:
-        backoff: a part whose best cosine is below this value uses its two nearest centroids, with half the weight each.
-            None: every part uses one centroid.
+        backoff: a part whose best cosine is below this value uses its two nearest centroids, if there are two, with
+            half the weight each. None: every part uses one centroid.
         weights: [Hk, m], weights of the subspaces; None: all 1.
     """
     best, nearest = cosines(tables, query).topk(1 if backoff is None else min(2, tables.centroids.shape[2]), -1)
@@ -260,7 +260,10 @@ def score_of_others(
 
 
 def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tensor:
-    """Estimate q k [Hk, R, keys] float32 of queries with all keys, without the softmax scale; see `estimate_part`."""
+    """Estimate the products [Hk, R, keys] float32 of queries with all keys, without the softmax scale.
+
+    They are the sums of the contributions of `estimate_part`.
+    """
     Hk, parts, R, places = lookup.nearest.shape
     logits = torch.zeros(Hk, R, tables.keys, device=lookup.nearest.device)
     for part in range(parts):

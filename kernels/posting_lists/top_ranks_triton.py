@@ -179,7 +179,7 @@ def _first_of(marks, number):
 
 @triton.jit
 def _write_at_once(taken, slot, named, of_key, labels, chosen, counts, NAMED: tl.constexpr, GROUPED: tl.constexpr):
-    """Write the keys whose bits are set in `taken`, all at the same time, and count them by group.
+    """Write the keys whose bits are set in `taken`, all at the same time; with GROUPED, count them by group.
 
     Each word of `taken` has the bits of 32 consecutive keys. The keys of a word go to the slots from `slot` on.
     """
@@ -195,7 +195,7 @@ def _write_at_once(taken, slot, named, of_key, labels, chosen, counts, NAMED: tl
 @triton.jit
 def _write_in_turn(taken, number, slot, token, names, labels, chosen, counts, NAMED: tl.constexpr,
                    GROUPED: tl.constexpr):  # fmt: skip
-    """Write keys and count groups like `_write_at_once`, but one key of each word at a time.
+    """Write and count keys like `_write_at_once`, but one key of each word at a time; each word has `number` keys.
 
     This takes fewer instructions, but each step waits for memory.
     """

@@ -1,4 +1,4 @@
-"""Types for ranks of keys by estimated attention probability, and for keys that are always attended."""
+"""Types for ranks of keys by attention probability, and for keys that are always attended."""
 
 from dataclasses import dataclass
 
@@ -21,8 +21,8 @@ LARGEST = 4095  # largest sum of weighted codes, with 12 bits, so that a sum shi
 class ExactKeys:
     """Keys [H, E, D] that are always attended; the rows of a head are contiguous, and heads may have any stride.
 
-    The first `count` [1] int32, on the keys' device, of the E rows are valid, or all if it is None. `sinks` [H, G] are
-    learned logits in the same softmax.
+    The first `count` [1] int32, on the keys' device, of the E rows are valid, or all if `count` is None. `sinks` [H, G]
+    are learned logits in the same softmax; None: the model has none.
     """
 
     keys: torch.Tensor
@@ -48,7 +48,7 @@ class KeyGroups:
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """Ranks, 0 to 255 or 0 to 63, of `keys` keys of each of H heads by their estimated attention probability.
+    """Ranks, 0 to 255 or 0 to 63, of `keys` keys of each of H heads by their attention probability, estimated or exact.
 
     `ranks` is [H, tiles, 2, 512] int32 for tiles of 4,096 keys, with rank 0 past the last key. Keys 32 q to 32 q + 31
     of a tile have their ranks in words 4 q to 4 q + 3 of both rows. Byte j of word 4 q + i of row h is the rank of key

@@ -75,7 +75,7 @@ def softcapped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Compute the products [Hk, R, T] of queries [Hk, R, D] and keys [Hk, T, D] in float32.
 
-    In bfloat16, a product near 200 would have an error of up to 0.5.
+    Rounded to bfloat16, a product near 200 would have an error of up to 0.5.
     """
     if query.is_cuda and query.dtype == keys.dtype != torch.float32:
         return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)

@@ -56,8 +56,9 @@ def _few_queries(query: torch.Tensor, count: int) -> bool:
 def far_directions(query: torch.Tensor, count: int) -> torch.Tensor:
     """Compute the `directions` of the queries that `subselect_queries` keeps, with the least similar to the mean first.
 
-    A direction is a normalised query, averaged over the query heads of a KV head. On a GPU there are two kernels, which
-    may order queries of equal similarity differently than torch does.
+    Direction i averages, over the query heads of a KV head, each head's normalised query of i-th lowest similarity. On
+    a GPU, two kernels compute at most `MOST_DIRECTIONS` directions. They may order queries of equal similarity
+    differently than torch does.
 
     Args:
         query: [Hk, G, B, D].
@@ -78,14 +79,14 @@ def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int 
     The score is the product of key and direction, divided by the key's norm. A direction averages the normalised
     queries of a group, so the score is the mean of these queries' cosines to the key.
 
-    On a GPU, two kernels read the keys once and return indices in ascending order. If scores agree to 2 ** -15, the
-    lower index wins.
+    On a GPU, for at most `MOST_DIRECTIONS` directions, two kernels read the keys once and return indices in ascending
+    order. They round scores to steps of 2 ** -15. Of equal rounded scores, the lower index wins.
 
     Args:
         some: [Hk, Q, D] directions.
         keys: [Hk, T, D].
         count: number of keys to choose, at least `first` + `last` and at most T.
-        first, last: numbers of keys at the start and at the end that are always chosen.
+        first, last: number of keys at the start, and number of keys at the end, that are always chosen.
 
     Returns:
         [Hk, count] int64 indices without duplicates.
@@ -94,9 +95,9 @@ def nearest_keys(some: torch.Tensor, keys: torch.Tensor, count: int, first: int 
 
 
 def best_keys(scores: torch.Tensor, count: int, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Choose the first and last keys, and the keys with the highest scores [Hk, T]; return indices [Hk, count] int64.
+    """Choose `count` keys: `first` at the start, `last` at the end, and those with the highest scores [Hk, T].
 
-    Overwrites the scores.
+    Return indices [Hk, count] int64 in any order. Overwrites the scores.
     """
     scores[:, scores.shape[1] - last :] = torch.inf
     scores[:, :first] = torch.inf
@@ -116,10 +117,11 @@ def quoka_scores(
     similarity: str = "cosine",
     across: str = "max",
 ) -> torch.Tensor:
-    """Compute each key's similarity to the most similar of Q queries, averaged over the query heads of its KV head.
+    """Compute each key's largest similarity to Q queries; `across` may combine the similarities in another way.
 
-    Normalised queries are averaged over the query heads before the products with keys. Products are linear, and so this
-    gives the mean of the heads' products at the cost of one head.
+    A similarity is averaged over the query heads of the key's KV head. For this, the heads' queries are averaged before
+    the products with keys. Products are linear, and so this gives the mean of the heads' products at the cost of one
+    head.
 
     Args:
         query: [Hk, G, Q, D].

@@ -118,9 +118,9 @@ def _ranks_kernel(
 ):  # fmt: skip
     """Rank a program's share of a head's keys, and count the keys of each rank.
 
-    Keys from `first_kept` up to, but not including, `last_kept` are ranked by their highest score for a direction: the
-    product of the two divided by the key's norm, from -1 to 1. Other keys get rank `ALWAYS`. Ranks are stored minus
-    2 ** 15.
+    Keys from `first_kept` up to, but not including, `last_kept` are ranked by their highest score for any direction. A
+    score is the product of key and direction, divided by the key's norm; it is from -1 to 1. Other keys get rank
+    `ALWAYS`. Ranks are stored minus 2 ** 15, as int16.
     """
     common.wait_for_previous_kernel(EARLY)
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)

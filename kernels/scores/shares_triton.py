@@ -24,7 +24,7 @@ def _logsumexp_kernel(
     CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the log-sum-exps of ROWS queries over an equal part of the stored keys; the last part adds `own`."""
+    """Compute log-sum-exps of ROWS queries over a part of the stored keys; the last part includes the keys in `own`."""
     common.wait_for_previous_kernel(EARLY)
     part, parts = tl.program_id(0), tl.num_programs(0)
     r, d, t = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -55,7 +55,7 @@ def _shares_kernel(
     CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sum the softmax weights of a tile of stored keys over all queries, each query's times its factor."""
+    """Sum the softmax weights of a tile of stored keys over all queries, weighted by the queries' factors."""
     common.wait_for_previous_kernel(EARLY)
     n, d, t = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D), tl.arange(0, ROWS)
     k = tl.load(keys + n[:, None].to(tl.int64) * key_stride + d, mask=(n < N)[:, None] & (d < D), other=0.0)

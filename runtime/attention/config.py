@@ -62,8 +62,10 @@ class DecodeConfig:
         budget: number of middle tokens (those between sinks and tail) that a step attends to.
         layer_budgets: budgets of single layers, by layer index, that replace `budget`.
         question: prefill config of a question's tokens.
-        guard: measures the missed mass of attention, and limits it for each KV head.
-        gauge: measures the missed mass. Steps are then not captured as CUDA graphs, nor do they use fused kernels.
+        guard: a limit, for each KV head, on the missed mass: the attention mass of tokens that a step does not attend
+            to individually. None: no limit.
+        gauge: measure the missed mass without a limit. With `guard` or `gauge`, steps are not captured as CUDA graphs
+            and do not use fused kernels.
         placement: where the document's keys and values are stored: `device`, `host` (memory) or `disk`.
         dense_layers: number of the model's first layers that attend to all tokens, regardless of their budgets.
         lossless: the method only drafts tokens, which dense attention verifies; see `runtime.decoding.drafting`.

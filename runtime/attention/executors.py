@@ -26,7 +26,10 @@ from sparsekv.runtime.selection.interface import (
 )
 
 MOST_LOGITS = 2**26
-"""Maximum number of float32 logits at a time; queries that attend to all rows are split into pieces accordingly."""
+"""Maximum number of float32 logits on middle rows in a piece of queries that attend to all rows.
+
+A piece of a single query may have more.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class LayerOutput:
     Only rows of the tokens between sinks and tail (the middle) and of the index are counted.
 
     `rows_read` is a number or [Hk, Q or 1]. Rows that only kernels can count are in `ReadRows.by_kernels` instead, in
-    which each count stands for `per_count` rows.
+    which each count stands for `per_count` rows; 0: kernels counted none.
     """
 
     output: torch.Tensor
@@ -63,7 +66,7 @@ class Fetched:
     rows_read: torch.Tensor | float
 
     def segments(self, step: Step) -> list[Segment]:
-        """Return all that a step attends to: selected rows, exact rows (sinks, tail, new tokens), and centroids."""
+        """Return selected rows, exact rows (sinks, tail, new tokens) and, with `rest_attended`, centroids."""
         valid = None if self.valid is None else self.valid[:, None]
         rest = self.rest if self.rest_attended else ()
         return [
@@ -85,9 +88,9 @@ class Fetched:
 
 @dataclass(eq=False)
 class GatherExecutor:
-    """Copies the selected rows to the model's device and attends to the copy. Works for every placement and selection.
+    """Copies the selected rows to the model's device and attends to the copy. Works for every placement.
 
-    Allocates the copied rows and the logits.
+    All queries of a step must share the selection. Allocates the copied rows and the logits.
 
     Args:
         selector: selects the rows.
@@ -95,8 +98,8 @@ class GatherExecutor:
         search_device: the selector's device.
         mapped: views of the index's files that the selector reads. The pages of the views are released after each
             search.
-        fetch_rest: copy the centroids of the unselected tokens for the missed-mass meter, even if they are not
-            attended.
+        fetch_rest: copy the centroids of the unselected tokens for the missed-mass meter, even if queries do not attend
+            to them.
     """
 
     selector: Selector
@@ -120,7 +123,10 @@ class GatherExecutor:
         return LayerOutput(attend(step.query, fetched.segments(step), *step.how), fetched.rows_read)
 
     def attend_to_everything(self, step: Step) -> torch.Tensor:
-        """Attend to all rows; return [Hk, G, Q, D]. The rows are read once for all queries, in any order."""
+        """Attend to all rows; return [Hk, G, Q, D].
+
+        The middle's rows are read once for all queries, in the order that is fastest to read.
+        """
         all_rows = Fetched(*self.middle.in_any_order(), None, None, (), rest_attended=False, rows_read=0.0)
         some = (attend(one.query, all_rows.segments(one), *one.how) for one in pieces_of_all(step, self.middle.used))
         return torch.cat([*some], 2)
@@ -134,7 +140,10 @@ class GatherExecutor:
         return self.selector.select(queries.to(self.search_device), budget)
 
     def fetch(self, selection: Selection, device: torch.device) -> Fetched:
-        """Copy a selection's rows and centroids to a device."""
+        """Copy a selection's rows to the model's device, `device`, and then release the pages of `mapped`.
+
+        The selection's centroids are copied, too, if queries attend to them or if `fetch_rest` is set.
+        """
         weights, rest = selection.rows.log_weights, selection.rest
         keys, values, valid = self._rows(selection.rows)
         attended = rest is not None and rest.attended
@@ -164,9 +173,9 @@ class GatherExecutor:
 
 
 def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
-    """Yield the step in pieces of its queries. Each query attends to `rows` rows.
+    """Yield the step in pieces of its queries. Each query attends to `rows` rows of the middle.
 
-    A piece has at most `MOST_LOGITS` logits. If one query has more, the pieces have one query each.
+    A piece has at most `MOST_LOGITS` logits on these rows. If one query has more, the pieces have one query each.
     """
     return step.pieces(max(1, MOST_LOGITS // (step.query.shape[0] * step.query.shape[1] * max(1, rows))))
 
@@ -174,7 +183,8 @@ def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
 def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
     """Attend to all rows in the layout's order; return [Hk, G, Q, D].
 
-    Unlike with `attend_to_everything`, the caller knows the token of each row.
+    The rows are those of a selection, so that `executor.attend_to` knows the token of each row. With
+    `attend_to_everything`, it would not know the order of the rows.
     """
     used = executor.middle.used
     starts = torch.zeros(len(step.query), 1, 1, dtype=torch.int64, device=step.query.device)
@@ -184,7 +194,7 @@ def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
 
 
 GatherMaker = Callable[..., GatherExecutor]
-"""Function that makes a layer's `GatherExecutor`, or an instance of a subclass, from the same arguments."""
+"""Function that takes the arguments of `GatherExecutor`, and makes an instance of that class or of a subclass."""
 
 
 class InPlaceExecutor:
@@ -217,8 +227,8 @@ class InPlaceExecutor:
 class FusedExecutor:
     """Attends for one query on a CPU. If the selector has a fused kernel, this kernel both selects and attends.
 
-    Without such a kernel, or if it does not support the case, the executor gathers the selected rows and attends to the
-    copy, if possible by `attend_once`.
+    Without such a kernel, for rows on disk, and in cases that the kernel does not support, the executor gathers the
+    selected rows and attends to the copy, if possible by `attend_once`.
     """
 
     def __init__(self, selector: Selector, middle: MiddleRows, gather: GatherExecutor):

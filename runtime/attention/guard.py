@@ -68,9 +68,9 @@ class Attempt:
     results: tuple[torch.Tensor, ...]
 
     def replaced_where(self, over: torch.Tensor, other: "Attempt") -> "Attempt":
-        """Return the results of `other` where `over` [Hk, Q] is True, and this attempt's results elsewhere.
+        """Return an attempt with the results of `other` where `over` [Hk, Q] is True, elsewhere with this attempt's.
 
-        Where `over` is True, the numbers of rows read by both attempts are added.
+        Where `over` is True, the number of rows read is the sum over both attempts.
         """
         results = (
             torch.where(over.view(*over.shape, *[1] * (new.ndim - 2)), new, old)
@@ -96,7 +96,7 @@ class Guard:
     """A limit on the missed mass, for each KV head and query of a step.
 
     Raises:
-        UsageError: `share`, the limit, is not between 0 and 1.
+        UsageError: `share`, the limit, is not above 0 and below 1.
     """
 
     share: float
@@ -112,9 +112,10 @@ class Guard:
         budget: Budget,
         middle: int,
     ) -> Outcome:
-        """Double the budget of heads over the limit, up to DOUBLINGS times; heads still over it use dense attention.
+        """Run a step at a budget, and again at a doubled budget, up to DOUBLINGS times, while heads are over the limit.
 
-        A doubled budget of `middle` tokens or more is not tried. Each attempt costs one sync, because its result
+        A head keeps its first results within the limit. Heads that stay over the limit use dense attention. A doubled
+        budget of `middle` tokens or more is not tried. Each attempt costs one sync, because its result
         decides whether another attempt is needed.
 
         Args:
@@ -157,7 +158,7 @@ class MissedMeter:
         self.sums = self.sums.to(outcome.raised.device) + torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def means(self) -> tuple[float, float, float]:
-        """Return the mean missed mass, and the shares of `Outcome.raised` heads and of dense heads; one sync.
+        """Return the means of `sums` over the pairs of a KV head and a query; one sync.
 
         At least one step must have been measured since `reset`.
         """

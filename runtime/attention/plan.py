@@ -42,7 +42,8 @@ class Appender:
     Args:
         sinks: number of sinks, which are the first exact rows and never move.
         device: the selector's device.
-        prefetcher: the prefetcher, whose pending search is discarded at each append, because the index changes.
+        prefetcher: its pending search is discarded at each append, because the index changes; None: nothing is
+            prefetched.
     """
 
     index: Appending
@@ -82,9 +83,7 @@ class Appender:
 
     @torch.inference_mode()
     def remove_appended(self, layer: StoredLayer, tokens: int, exact: Pair) -> None:
-        """Undo all appends.
-
-        Restores the stored index, and the layer's exact rows.
+        """Undo all appends, if there were any: restore the stored index, the middle and the layer's exact rows.
 
         Args:
             tokens: number of tokens of the stored context.
@@ -144,10 +143,11 @@ class LayerParts:
 class LayerPlan:
     """One layer's policies and the objects they share.
 
-    `decode` runs decode steps, and `prefill` runs a question's tokens. `captured` runs the decode steps that are
-    captured as a CUDA graph, in which a `DynamicSlot` has the new row's index. With `own_prefill`, the question's
-    tokens select by the same method and budget as the answer's tokens. With `steps_alike`, the policies and the
-    placement allow a CUDA graph of one step to be replayed for all later steps.
+    `decode` runs decode steps, and `prefill` runs a question's tokens. `captured` runs decode steps while a
+    `DynamicSlot` on the device has the new row's index, as in a CUDA graph. With `own_prefill`, the question's tokens
+    select by the same method and budget as the answer's tokens. With `steps_alike`, a CUDA graph of one step can be
+    replayed for all later steps, as far as policies, placement and appender are concerned. The selector may still
+    prevent the replay.
     """
 
     selector: Selector
@@ -171,7 +171,11 @@ class LayerPlan:
 
     @property
     def shareable(self) -> bool:
-        """Whether several sequences can share a step: steps can be replayed, and keep no state of a single sequence."""
+        """Whether several sequences can share a step.
+
+        They can if nothing is appended, prefetched or measured, and if the selector's decode steps launch the same
+        kernels (`Selector.graph_state`).
+        """
         alone = self.appender is not None or self.prefetcher is not None or self.meter is not None
         return not alone and self.selector.graph_state() is not None
 

@@ -49,7 +49,7 @@ class Prefetcher:
     def next(self, queries: Queries) -> Fetched:
         """Return the rows found with the previous step's query, and start a search with this step's query.
 
-        The first step has no previous query. It searches with its own query, and waits for the result.
+        The first step, and the first step after `forget`, also search for their own rows, and wait for the result.
         """
         pending, self.pending = self.pending, None  # cleared first, so that a failed search raises only once
         if pending is None:
@@ -61,7 +61,7 @@ class Prefetcher:
     def forget(self) -> None:
         """Discard the pending search's result, and wait until no layer searches.
 
-        Called before the index changes, and before the selections for a question's tokens.
+        Called before the index changes, before the selections for a question's tokens, and when the layer is rewound.
         """
         self.pending = None
         wait_for_searches()
@@ -117,9 +117,9 @@ class Policy(ABC):
         """Return the attention output [Hk, G, Q, D]."""
 
     def count(self, step: Step, rows: torch.Tensor | float) -> None:
-        """Count the rows of a decode step: D-sized rows read for each KV head, as a number or [Hk, Q or 1].
+        """If the step is a decode step, count the D-sized rows read for each KV head, a number or [Hk, Q or 1].
 
-        A question's prefill is not counted.
+        Rows read for a question's tokens are not counted.
         """
         if not step.joint:
             self.read.add(rows, self.middle.used)
@@ -160,7 +160,7 @@ class Metered(Policy):
     """Records the missed mass of each step; a guard, if there is one, limits the missed mass.
 
     Args:
-        gather: selects and copies rows. It must also copy the centroids of unselected tokens.
+        gather: selects and copies rows. Its `fetch_rest` must be set, so that it copies centroids, too.
         prefetcher: searches one step ahead for a decode step's rows, at `budget`; None: rows are searched in the same
             step.
         meter: sums up the missed mass, and has the guard.
@@ -250,7 +250,7 @@ class PiecewisePrefill(Policy):
 class ObservedPrefill(Policy):
     """Base class of policies that attend for a question's tokens without the selector of the answer's tokens.
 
-    If the answer's selector records a question's queries for the answer, it is passed the queries of the tokens.
+    The answer's selector still receives the queries of a question's tokens if it has `ConversationState.observe`.
     """
 
     def __init__(self, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):

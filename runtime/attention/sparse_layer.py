@@ -48,8 +48,8 @@ class SparseLayer(StoredLayer):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         plan, decodes = self.plan, not self.prefills(call.query.shape[1])
-        # Tokens move into the index only in decode steps. Otherwise a question's first tokens could attend to its last
-        # tokens.
+        # Tokens move into the index only in decode steps. If a question's tokens moved, its first tokens could select
+        # its later tokens.
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
         decode = plan.decode if self.step_row is None else plan.captured
@@ -97,7 +97,7 @@ class SparseLayer(StoredLayer):
 
 
 def appends(layers: Iterable[StoredLayer]) -> bool:
-    """Whether any of the layers moves an answer's tokens into its index."""
+    """Whether any of the layers moves an answer's tokens into the layer's index."""
     return any(isinstance(layer, SparseLayer) and layer.plan.appender is not None for layer in layers)
 
 
@@ -142,7 +142,7 @@ class PackedDense(PackedLayer):
 
 
 class PackedSparse(PackedLayer):
-    """Layer for a batch: attends exactly to sinks, tail and each sequence's new tokens, and to selected middle rows.
+    """Layer for a batch: a token attends to sinks, tail, its own sequence's new tokens, and selected middle rows.
 
     All answering sequences attend to the union of the rows that at least one of them selects.
     """
@@ -245,7 +245,10 @@ class PackedSparse(PackedLayer):
         return unite(self._select(queries, step), selector, middle, middle)
 
     def _select(self, queries: Queries, step: PackedStep) -> Selection:
-        """Return a selection for each query, by the selector or, if it keeps state, by the slot's copy of it."""
+        """Return a selection for each query.
+
+        If the selector has a conversation state, the copy of the selector for the query's slot selects.
+        """
         if self.conversation is None:
             return self.plan.selector.select(queries, self.plan.budget)
         slots = step.answering.slots.tolist()
@@ -255,7 +258,7 @@ class PackedSparse(PackedLayer):
 
 
 class PackedInPlace(PackedSparse):
-    """Layer for a batch whose kernels select together for all sequences and read the selected rows in place.
+    """Layer for a batch, with kernels that select together for all sequences and read the selected rows in place.
 
     All tokens of a step attend to the union of the rows that the sequences select. If the config has dense attention
     for questions, a question's tokens attend to all rows instead.

@@ -20,8 +20,8 @@ def everything(rows: PlacedRows, used: int, exact: Pair) -> tuple[RunRows, Pair]
 
     All rows are the first `used` rows of `rows`, and the rows `exact`. `shared_decode` reads runs through row indices,
     and exact rows without indices, which is faster. Therefore the many rows of `rows` are passed as exact rows, and the
-    few rows `exact` as runs. If `rows` are int8, it is the other way round, because only runs can be int8. Allocates
-    the row indices of the runs.
+    few rows `exact` as runs. Only runs can be int8. Therefore, if `rows` are int8, `rows` are passed as runs, and
+    `exact` as exact rows. Allocates the row indices of the runs.
     """
     if rows.scales is not None:
         return rows.first(used), exact
@@ -51,7 +51,7 @@ class Step:
         mask: [Q, E] bool, True where a query attends to an exact row; None: each query attends to all valid rows.
         first: position of the first of the Q tokens.
         step_row: the number of valid exact rows, and the index of the token's row, on the device. Set only for decode
-            steps that a CUDA graph replays, in which the host does not know these numbers.
+            steps that a CUDA graph may replay, because numbers of the host would be constants of the graph.
         unstored: the position of a new token minus its row index in `keys`.
         joint: whether the tokens belong to a question and share one selection.
         how: the scale, soft cap and sinks of the logits.

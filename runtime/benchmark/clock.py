@@ -19,7 +19,7 @@ from sparsekv.runtime.cache.buffers import Run, captured, waits
 
 WARM_UPS = 3
 CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to evict the caches; on a GPU four times the L2 cache if larger
-FREED = 2**25 - 2**16  # bytes; glibc ignores blocks of 32 MiB or more
+FREED = 2**25 - 2**16  # bytes of the block that is freed below; glibc ignores freed blocks of 32 MiB or more
 CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes of the copy that measures bandwidth
 
 
@@ -95,7 +95,7 @@ class WallClock(Clock):
     def __init__(self, device: torch.device, runs: int, *, cold: bool):
         super().__init__(device, runs, cold=cold, evicted=CPU_EVICTED)
         # glibc maps and unmaps a step's temporary memory in each run, until a block of this size has been freed. In a
-        # process that has loaded a model this has happened.
+        # process that has loaded a model such a block has been freed.
         torch.empty(FREED, dtype=torch.uint8, device=device)
 
     def time(self, step: Run, cycle: int = 1) -> Timing:

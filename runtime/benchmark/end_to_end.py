@@ -175,7 +175,7 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
 @torch.no_grad()
 def make_queries_alike(model: PreTrainedModel, share: float) -> bool:
-    """Add a random bias to each layer's `q_proj`, so that the queries of all tokens have a common part.
+    """Give each layer's `q_proj` a random bias, so that the queries of all tokens have a common part.
 
     The norm of the common part is `share` of a query's norm. Queries of a trained model have a common part too. With
     random weights alone, several questions over one context would have unrelated queries and selections. Returns False
@@ -204,9 +204,9 @@ class ModelRow:
         median_ms, lower_ms, upper_ms: median and quartiles of a step's milliseconds.
         timed: `graph`, `eager` or `wall clock`.
         tokens_per_second: tokens of all sequences of the batch together, per second of the mean step.
-        speedup: `tokens_per_second` divided by that of the fastest dense attention with the same weights.
-        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
-            tail (the middle), divided by the number of the middle's key and value rows.
+        speedup: `tokens_per_second` divided by that of the fastest of `dense_forms` with the same weights.
+        kv_fraction: number of D-sized rows of the index and of the middle (the tokens between sinks and tail) that a
+            step reads, divided by the number of the middle's key and value rows.
     """
 
     method: str
@@ -229,7 +229,7 @@ class ModelBench:
     """Times a model at one context length and batch. All layers of the model use the data of a few distinct layers.
 
     Args:
-        weights: the precision to which the model's weights are rounded.
+        weights: the precision to which the model's weights are rounded; None: they are not rounded.
         tell: called with a line of text for each result.
     """
 
@@ -247,10 +247,10 @@ class ModelBench:
 
     @torch.inference_mode()
     def dense(self) -> Iterator[ModelRow]:
-        """Time steps with the fastest of `dense_forms`, with our dense attention, and without attention.
+        """Time steps with the fastest of `dense_forms`, with this project's dense attention, and without attention.
 
-        The fastest form is the baseline of all speed-ups. A step without attention takes the time of the rest
-        of the model.
+        The fastest form is the baseline of all speed-ups. A step without attention shows the time of the model's other
+        operations.
         """
         name = self._fastest_form()
         forms = [dict(dense_forms(data))[name] for data in self.data]
@@ -298,7 +298,7 @@ class ModelBench:
         return layers
 
     def _each(self, make: Callable[[LayerData, int], StoredLayer]) -> list[StoredLayer]:
-        """Create a cache layer for each layer of the model; `make` gets the data of a distinct layer and its index."""
+        """Create a cache layer for each layer of the model; `make` gets an element of `self.data` and its index."""
         turns = [number % len(self.data) for number in range(self.layers)]
         return [make(self.data[turn], turn) for turn in turns]
 

@@ -79,7 +79,7 @@ class LayerData:
         return self.keys.shape[2] * self.keys.element_size()
 
     def saved(self, rows: float) -> float:
-        """Return the bytes that int8 saves when `rows` keys and values of each head are read; 0 without int8."""
+        """Return the bytes that int8 saves when `rows` rows of each head, keys or values, are read; 0 without int8."""
         return (
             0.0 if self.stored is None else len(self.keys) * rows * (self.row_bytes() - row_bytes(self.keys.shape[2]))
         )
@@ -92,8 +92,8 @@ class LayerData:
     ) -> MiddleContext:
         """Build a method's input from the tensors of its indexer.
 
-        Indices in the tensor `token_order` count from the prompt's first token. Indices in the method's input count
-        from the first token after the sinks.
+        In the tensor `token_order` of the indexer, indices count from the prompt's first token. In the method's input
+        they count from the first token after the sinks.
         """
         stored = tensors if self.stored is None else with_centroids_in_8_bits(tensors)
         tensors, in_8_bits = read_centroids(stored, self.keys.dtype)
@@ -122,7 +122,7 @@ def place_rows(data: LayerData, selector: Selector) -> MiddleRows:
 
 
 def dense_layer(data: LayerData) -> DenseLayer:
-    """Create the cache layer of this project's dense attention. Decoding uses the same class."""
+    """Create the cache layer of this project's dense attention, as decoding does."""
     if data.stored is not None:
         return DenseLayerIn8Bits(data.stored, data.keys[:, :0])
     return DenseLayer(data.keys, data.values)

@@ -35,10 +35,10 @@ from sparsekv.runtime.selection.registry import DENSE, configure
 
 
 class SettingTimes:
-    """Times the decode step of `questions` queries, selection included, over the keys and values of an index's layer.
+    """Times the decode step of `questions` queries, selection included, over an index's `middle_layer`.
 
-    Allocates the layer's keys and values in `dtype`, by default the index's, and a copy in the layout of the timed
-    variant.
+    Allocates the layer's keys and values in `dtype`, by default the index's dtype, and a copy of the tokens between
+    sinks and tail in the layout of the timed variant.
     """
 
     def __init__(self, artifact: Artifact, clock: Clock, questions: int = 1, dtype: torch.dtype | None = None):
@@ -97,8 +97,8 @@ class StepTiming:
         median_ms, lower_ms, upper_ms: median and quartiles in milliseconds.
         timed: `graph`, `eager` or `wall clock`.
         speedup: median time of the fastest dense attention of other libraries, divided by this median.
-        kv_fraction: number of D-sized rows that a step reads of the index, and of the keys and values between sinks and
-            tail (the middle), divided by the number of the middle's key and value rows.
+        kv_fraction: number of D-sized rows of the index and of the middle (the tokens between sinks and tail) that a
+            step reads, divided by the number of the middle's key and value rows.
         bytes: bytes that a step reads.
         bandwidth: `bytes` per second of the median.
         floor_ms: milliseconds in which a memory copy reads and writes `bytes` bytes in all.
@@ -145,7 +145,7 @@ class Bench:
     def dense(self) -> list[StepTiming]:
         """Time the dense attention of other libraries and this project's dense attention.
 
-        The results of other libraries come first, sorted by time. The fastest is the baseline of all speed-ups.
+        The results of other libraries come first, sorted by time. The fastest of them is the baseline of all speed-ups.
         In a model, this project's dense attention decodes the layers that have a sliding window.
         """
         middle, keys = self.data.split.middle, self.data.keys
@@ -262,10 +262,11 @@ class Timer:
     def run(self, clock: Clock) -> Timed:
         """Time dense attention and all methods on all layers.
 
-        Needs the memory of one layer, of a copy of the layer in one method's layout, and of that method's index.
+        If a method cannot run or does not fit the device's memory, `refused` of the result has the reason. Needs the
+        memory of one layer, of a copy of the layer in one method's layout, and of that method's index.
 
         Raises:
-            SparsekvError: a layer does not fit the device's memory.
+            SparsekvError: a layer, or dense attention over it, does not fit the device's memory.
         """
         timed = Timed(clock.bandwidth())
         try:
@@ -307,7 +308,10 @@ def check_runs(runs: int) -> int:
 
 
 def configured(parameters: Mapping[str, Any], method: type[Method], record: MethodRecord | None) -> dict[str, Method]:
-    """Create a method with the parameters that the user set; the variant name lists these parameters."""
+    """Create the only variant of a method to time: its parameters are those that the user set, and its name lists them.
+
+    Raises the errors of `configure`.
+    """
     names = [one.name for one in fields(method) if parameters.get(one.name) is not None]
     variant = ", ".join(f"{name} {parameters[name]}" for name in names)
     return {variant: configure(method, parameters)}

@@ -57,8 +57,9 @@ class ModelTimer:
     """Times one model at all context lengths and batches, with all methods and budgets.
 
     Args:
-        indexed: names of the methods that have an index.
-        indexers: returns an indexer for each named method that has an index.
+        indexed: names of the methods that store tensors in an index.
+        indexers: returns an indexer for each named method that stores tensors in an index.
+        report: called with a line of text at the start, and for each result.
     """
 
     def __init__(
@@ -104,10 +105,11 @@ class ModelTimer:
         self.report, self.refused = report, list[str]()
 
     def run(self) -> list[ModelRow]:
-        """Time dense attention and each method at each budget.
+        """Time dense attention and each method at each budget, for all weights, context lengths and batches.
 
-        Allocates the model, and the keys and values of the distinct layers twice: in the order of positions, and in the
-        layout of one method. The other layers of the model use the same keys and values.
+        `refused` gets the reason for each method that cannot run. Allocates the model, and the keys and values of the
+        distinct layers twice: in the order of positions, and in the layout of one method. The other layers of the model
+        use the same keys and values.
 
         Raises:
             SparsekvError: model and layers do not fit the device's memory.

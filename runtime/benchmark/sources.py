@@ -52,7 +52,7 @@ class LayerIndexer(ABC):
     def record(self, tensors: Tensors, data: LayerData) -> MethodRecord:
         """Make the manifest's record of the method, as if this layer were an index.
 
-        Its calibration uses the layer's tensors and held-out queries.
+        The record's calibration is computed from the layer's tensors and held-out queries.
         """
 
 
@@ -74,8 +74,8 @@ def index_mixture(data: LayerData, indexer: LayerIndexer | None) -> Indexed:
 def _pieces(heads: int) -> list[slice]:
     """Split the heads into pieces of at most HEADS_AT_ONCE heads.
 
-    If there are several pieces, the first piece is a single head. By comparing its tensors with those of the second
-    piece, `_join` finds out whether a tensor has a head axis.
+    If there are several pieces, the first piece is a single head. By comparing the tensors of the first two pieces,
+    `_join` finds out whether a tensor has a head axis.
     """
     if heads <= HEADS_AT_ONCE:
         return [slice(0, heads)]
@@ -163,8 +163,8 @@ def asked(data: LayerData, questions: int) -> LayerData:
 def asked_by_many(data: LayerData, questions: int) -> LayerData:
     """Return a stored layer with `questions` queries, which may be more than it has.
 
-    Queries beyond the layer's own are random, with the same mean square: they select other tokens than the layer's own
-    queries, as those of other questions do.
+    Queries beyond the layer's own are random, with the same mean square. They select other tokens than the layer's own
+    queries, as the queries of other questions do. Raises UsageError if `questions` is below 1.
     """
     own = asked(data, min(questions, data.questions))
     heads, known, channels = own.query.shape
@@ -175,7 +175,7 @@ def asked_by_many(data: LayerData, questions: int) -> LayerData:
 
 
 def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
-    """Return the input of a method, with the index's tensors, for a layer from `stored_layer`."""
+    """Return the input of a method, with the index's tensors, for the layer `data` that was read from the index."""
     number = artifact.manifest.indexed_layers[data.position.number]
     context = stored_context(LayerRows(artifact, number), name, data.keys.device)
     context = replace(
@@ -329,7 +329,7 @@ Source = Mixtures | StoredLayerSource
 
 
 def _tokens(text: str) -> int:
-    """Parse a number of tokens such as `32768`, `32K` or `1M`."""
+    """Parse a number of tokens such as `32768`, `32K` or `1M`. Raises UsageError below LEAST_CONTEXT."""
     found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     tokens = int(found[1]) * UNITS[found[2]] if found else 0
     if tokens < LEAST_CONTEXT:

@@ -14,7 +14,7 @@ class ReadRows:
     in which each count stands for `per_count` rows.
 
     A replayed CUDA graph does not run `add`. Therefore, while `deferred` is True, `add` only stores the host's count of
-    a step, and the caller calls `advance` after each replay, which adds this count to the totals.
+    a step, and the caller calls `advance` after each replay, to add this count to the totals.
     """
 
     def __init__(self, heads: int, device: torch.device):
@@ -73,7 +73,7 @@ def read_share(read: float, dense: float, *, counted: bool) -> float:
 
 
 def total_read(reads: Sequence[ReadRows]) -> float:
-    """Return the number of rows that all layers have read so far; one sync per device."""
+    """Return the number of rows that the counters `reads` have counted so far; one sync per device."""
     each: dict[torch.device, list[torch.Tensor]] = {}
     for read in reads:
         on_device = read.counted + read.per_count * read.by_kernels.sum()
@@ -85,7 +85,10 @@ Run = Callable[[], torch.Tensor]
 
 
 def waits(run: Run, device: torch.device) -> bool:
-    """Run a step once, and return whether the step makes the host wait for the GPU."""
+    """Run a step once, and return whether the step makes the host wait for the GPU.
+
+    Any other RuntimeError in the step counts as waiting, too, except torch.OutOfMemoryError, which is raised.
+    """
     torch.cuda.synchronize(device)
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -104,7 +107,7 @@ def captured(
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
     """Capture a step as a CUDA graph; return the graph and its output tensor, or None if the capture fails.
 
-    Raises torch.OutOfMemoryError if the capture fails for lack of memory.
+    Raises torch.OutOfMemoryError if the capture fails for lack of memory, and any error of the warm-up.
 
     Args:
         run: runs the step and returns its output.

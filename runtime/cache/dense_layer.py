@@ -15,7 +15,7 @@ from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 
 
 class DenseLayer(StoredLayer):
-    """Attends to the whole stored context, or to the part of it within a sliding window.
+    """Attends to the whole stored context and to new tokens, or to those of them within a sliding window.
 
     Args:
         keys, values: [Hk, T, D], the last T rows of the stored context.
@@ -47,7 +47,10 @@ class DenseLayer(StoredLayer):
             self._join()
 
     def _join(self) -> None:
-        """Copy stored and new rows into one buffer, so that a window is one run of consecutive rows."""
+        """Make sure that stored and new rows are in one buffer, so that a window is one run of consecutive rows.
+
+        The rows are copied if there is no such buffer, or if it has become too small.
+        """
         stored = self.stored_rows()
         seen = stored[0].shape[1]
         if self.joined[0].shape[1] != seen + self.keys.shape[1]:
@@ -66,7 +69,7 @@ class DenseLayer(StoredLayer):
         """Attend causally to the stored rows and to new rows [Hk, T, D]; return [Hq, Q, D].
 
         The last Q new rows are those of the queries' tokens. On a GPU without a window, no rows are copied. On a CPU,
-        or with a window, the logits of all rows are allocated.
+        or with a window, the logits of all rows to which a query attends are allocated.
         """
         keys, values = new
         if call.window is None and keys.is_cuda:
@@ -90,7 +93,8 @@ class DenseLayer(StoredLayer):
     def attend_once(self, call: AttentionCall, new_rows: Pair) -> torch.Tensor:
         """Attend for one query on a CPU to stored rows and to new rows [Hk, T, D]; the last new row is the query's own.
 
-        The query attends to all rows or, with a window, to the last `window` rows, and so no mask is needed.
+        Returns [Hq, 1, D]. The query attends to all rows or, with a window, to the last `window` rows. So no mask is
+        needed.
         """
         keys, values = new_rows
         first = 0 if call.window is None else max(0, self.stored + keys.shape[1] - call.window)
@@ -104,7 +108,7 @@ class DenseLayer(StoredLayer):
         return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
 
     def _decode(self, call: AttentionCall) -> torch.Tensor:
-        """Attend for one query to the stored rows and to the new rows within the window, without copies of the rows."""
+        """Attend for one query to stored and new rows, with a window only to the last ones, without copies of rows."""
         first, new = self._first_seen(call), self.used
         seen = min(first, self.stored) - self.out_of_sight
         stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())

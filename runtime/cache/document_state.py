@@ -12,7 +12,7 @@ from sparsekv.kernels.common.states import LayerKinds, State, hold_state
 
 @dataclass(frozen=True)
 class DocumentState:
-    """State after a stored context, from which every answer begins; empty for models without recurrent layers.
+    """State after a stored context, from which every answer begins; empty if no layer of the model keeps a state.
 
     Args:
         stored: tensors [1, ...] on the model's device, which are never changed.
@@ -35,7 +35,7 @@ class SlotStates:
     """States of S sequences that decode over one stored context: tensors [S, ...].
 
     The model's pass over a question updates views of the question's slot. A decode step updates copies of the states of
-    its sequences, which `end_step` writes back to the slots.
+    its sequences, and `end_step` writes the copies back to the slots.
     """
 
     def __init__(self, document: DocumentState, slots: int):
@@ -44,11 +44,12 @@ class SlotStates:
         self._step: tuple[State, torch.Tensor] | None = None
 
     def begin_question(self, layers: Sequence[object], slot: int, *, continued: bool) -> None:
-        """Make a cache's layers update the state of a slot in place, from the end of the stored context on.
+        """Make a cache's layers update the states of a slot in place.
 
         Args:
             layers: the cache's layers.
-            continued: an earlier step processed the question's first tokens; the slot's state is not reset.
+            continued: the slot has the states after the question's first tokens, and keeps them. Otherwise it gets the
+                states after the stored context.
         """
         views = self._views(slot)
         if not continued:
@@ -74,7 +75,7 @@ class SlotStates:
         hold_state(layers, copies)
 
     def end_step(self) -> None:
-        """Write the states of a decode step back to the slots. A slot may be repeated, if all its states are equal."""
+        """Write the states of a decode step back to the slots. A slot may be repeated with equal states."""
         assert self._step is not None
         copies, slots = self._step
         for name, tensor in copies.items():

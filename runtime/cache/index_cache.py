@@ -36,7 +36,7 @@ class BuiltLayers:
         self._left = {layer: facts for layer, facts in enumerate(layers) if facts is not None}
 
     def check(self, call: AttentionCall) -> None:
-        """Raise IdentityError if the layer's first call differs from its settings. Later calls only look up a dict."""
+        """Raise IdentityError if a layer's first call differs from the settings. Later calls only look up a dict."""
         if (facts := self._left.pop(call.layer, None)) is None:
             return
         same_scale = math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6)
@@ -78,7 +78,8 @@ class Fed:
     """Tokens that a forward pass feeds for the sequence in `slot`.
 
     Their keys and values become the slot's rows after the stored context, from row `first` on. With `asks`, the tokens
-    belong to a question. Otherwise there is a single token, the newest of an answer.
+    belong to a question. Otherwise there is the newest token of an answer, followed by a draft's tokens if dense
+    attention verifies a draft.
     """
 
     slot: int
@@ -106,7 +107,10 @@ class SequenceCache(CalledCache, ABC):
     """
 
     ROOM: int
-    """Maximum number of rows that are reserved in advance for steps that a CUDA graph replays."""
+    """Number of rows to reserve for steps that a CUDA graph replays.
+
+    An `IndexCache` reserves at most this many at a time. A `PackedCache` reserves at least this many for each sequence.
+    """
 
     def __init__(
         self, layers: Sequence[StoredLayer], built: BuiltLayers | None, slots: int, states: DocumentState | None = None
@@ -127,7 +131,7 @@ class SequenceCache(CalledCache, ABC):
         """Return the rows unchanged.
 
         Raises:
-            UsageError: the model's own attention runs, which has no part of the stored context.
+            UsageError: the model runs its own attention, which would ignore the stored context.
         """
         if not (torch.compiler.is_compiling() or is_routed()):
             raise UsageError(
@@ -139,7 +143,10 @@ class SequenceCache(CalledCache, ABC):
     @property
     @abstractmethod
     def rewinds(self) -> int:
-        """Number of calls of `rewind`, each of which drops the rows of all sequences after the stored context."""
+        """Number of calls of `rewind` so far, on this cache and on all caches that share its stored context.
+
+        A change shows that another question has used the stored context.
+        """
 
     @property
     def capturable(self) -> bool:
@@ -184,7 +191,7 @@ class SequenceCache(CalledCache, ABC):
         Args:
             needed: number of rows that each sequence needs after the stored context.
             most: maximum number of such rows that a sequence can get.
-            capture: reserve up to ROOM rows in advance, so that CUDA graphs of steps stay valid.
+            capture: also reserve rows for later steps (`ROOM`), so that CUDA graphs of steps stay valid.
         """
 
     @abstractmethod
@@ -253,7 +260,7 @@ class SequenceCache(CalledCache, ABC):
 
 
 class IndexCache(SequenceCache):
-    """The cache of a single sequence.
+    """The cache of a single sequence, or of `batch` sequences that decode in lockstep.
 
     Between `reserve` and `release`, each layer appends one row per step, at an index that a `DynamicSlot` has on the
     device. Therefore the step can be captured as a CUDA graph.
@@ -261,7 +268,7 @@ class IndexCache(SequenceCache):
     Args:
         layers: the layers that attend.
         built: compares each layer's first call with the index's manifest; None: no comparison.
-        batch: number of sequences that decode in lockstep, concatenated along the heads, each with its own context.
+        batch: number of sequences, concatenated along the heads, each with its own context.
         states: the states after the stored context; None if no layer has a state.
     """
 
@@ -445,7 +452,8 @@ class IndexCache(SequenceCache):
     def expect_prompt(self, tokens: int) -> None:
         """Prepare for an answer after a prompt of `tokens` tokens, stored tokens included.
 
-        The prompt tokens that the cache lacks are prefilled, in calls of any length. Each later token is a decode step.
+        The prompt tokens that the cache lacks are prefilled, in calls of any length. Each later token that is fed alone
+        is a decode step.
         The counts of rows read and of missed mass are reset. After `rewind` no prompt is expected.
         """
         for layer in self.stored_layers:
@@ -455,8 +463,8 @@ class IndexCache(SequenceCache):
     def kv_fraction(self) -> float:
         """Return the middle and index rows that were read, as a share of the middle rows that dense attention reads.
 
-        The rows of all decode steps since `expect_prompt` are counted. Returns 0 before the first decode step, and 1 if
-        all layers are dense, because dense layers count nothing. Needs one sync per device.
+        Only sparse layers count rows, in all decode steps since `expect_prompt`. Returns 0 before the first decode
+        step, and 1 if all layers are dense. Needs one sync per device.
         """
         return read_share(total_read(self.reads), sum(read.dense for read in self.reads), counted=bool(self.reads))
 

@@ -35,7 +35,7 @@ class KeptRows:
         return replace(self, rows=rows, state={name: one.to(device) for name, one in self.state.items()})
 
     def first(self, tokens: int) -> "KeptRows":
-        """Return the first `tokens` rows, as views."""
+        """Return the first `tokens` rows, as views. The state stays that after all rows."""
         if tokens == self.tokens:
             return self
         return replace(
@@ -54,7 +54,10 @@ class _Entry:
 
 
 class TurnStore:
-    """Stores copies of ended sequences' rows for several caches, up to `most_bytes`; drops the least recently used."""
+    """Stores copies of ended sequences' rows for several caches.
+
+    Above `most_bytes`, the copies of the least recently used sequences are dropped.
+    """
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.nbytes = most_bytes, 0
@@ -84,7 +87,7 @@ class TurnStore:
         return self._by_hash.get(number, ())
 
     def forget(self, owner: object = None) -> None:
-        """Remove the rows of one cache, or of all caches."""
+        """Remove the rows that `owner` has added; None: all rows."""
         for entry in [one for one in self._entries if owner is None or one.owner is owner]:
             self.remove(entry)
 
@@ -105,8 +108,8 @@ class KeptTurns:
     def find(self, tokens: list[int]) -> KeptRows | None:
         """Return the stored rows of the longest prefix of `tokens` that a stored sequence shares; None if none does.
 
-        The prefix has at least BLOCK tokens. It never includes the last token of `tokens`, because the model must
-        compute that token's logits.
+        The prefix has at least BLOCK tokens and, without `divided`, all tokens of the stored sequence. It never
+        includes the last token of `tokens`, because the model must compute that token's logits.
         """
         hashes, best, length = list(self._hashes(tokens[:-1])), None, 0
         for one in reversed(hashes):
@@ -122,9 +125,9 @@ class KeptTurns:
     def keep(self, tokens: list[int], rows: Callable[[], KeptRows]) -> None:
         """Store the rows of an ended sequence.
 
-        Stored sequences that this sequence replaces are removed: its prefixes, or without `divided` only an equal
-        sequence. Nothing changes if the sequence has fewer than BLOCK tokens, or if its rows alone are larger than the
-        store. If memory for the copies runs out, all stored rows are removed.
+        Stored sequences of this cache that the new one replaces are removed: with `divided` all its prefixes, otherwise
+        only an equal sequence. Nothing changes if the sequence has fewer than BLOCK tokens, or if its rows alone are
+        larger than the store. If memory for the copies runs out, all stored rows are removed.
 
         Args:
             rows: copies the rows of `tokens`.

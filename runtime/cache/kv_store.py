@@ -69,7 +69,8 @@ class LayerRows:
     def part(self, tokens: slice, device: torch.device) -> Pair:
         """Return the keys and values [Hk, T, D] of T consecutive tokens on a device, in the index's dtype.
 
-        Only the int8 rows of these tokens are dequantised, and the dequantised rows are not cached.
+        Of int8 rows, only those of these tokens are dequantised, and they are not cached. No row is dequantised if `on`
+        has already dequantised all rows.
         """
         if device not in self._restored:
             return self.stored_on(device).part(tokens)
@@ -163,7 +164,7 @@ class MiddleRows(ABC):
 
     @abstractmethod
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
-        """Append new rows, and put all rows from `start` on into another order.
+        """Append new rows, or drop the appended rows. Then put all rows from `start` on into another order.
 
         Args:
             new: keys and values to append; None: drop all rows that were ever appended.
@@ -260,7 +261,13 @@ class DiskRows(MiddleRows):
         return self._with_new(keys, self.new[0], tokens), self._with_new(values, self.new[1], tokens)
 
     def _with_new(self, stored: torch.Tensor, new: GrowingRows, tokens: torch.Tensor) -> torch.Tensor:
-        """Return rows [Hk, R, D] on the model's device: stored rows, and appended rows for later tokens."""
+        """Return the rows [Hk, R, D] of tokens on the model's device.
+
+        Args:
+            stored: [Hk, R, D], the rows of the tokens that the index stores; any rows for appended tokens.
+            new: the rows of the appended tokens.
+            tokens: [Hk, R], positions in the middle. Appended tokens follow the stored tokens.
+        """
         picked = stored.to(self.device, self.dtype)
         if not new.used:
             return picked
@@ -459,7 +466,7 @@ def read_centroids(
     numbers, tensors = numbers_of(stored), with_restored_centroids(stored, dtype)
     if numbers is None:
         return tensors, None
-    # If a method has only key centroids, they are passed as value centroids, too, which no kernel reads.
+    # If a method has only key centroids, they are passed as value centroids, too; kernels do not read these.
     both = {"values": numbers["keys"], "value_scales": numbers["key_scales"]} | numbers
     rows = placed(side_by_side(both), both, units_of(both["value_scales"]))
     assert rows.scales is not None

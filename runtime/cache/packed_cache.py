@@ -42,10 +42,10 @@ class Piece:
 class StepTokens:
     """A subset of T' tokens of a step.
 
-    `slots` and `rows` [T'] int64: as in `PackedStep`. Each token attends to its sequence's rows after the stored
-    context, from row `first` [T'], which is zero, to row `used` [T'], excluded. `ends` [B] int32 is the index after the
-    last token of each of B sequences. `asks` [B] bool is True if the sequence's tokens belong to a question. Otherwise
-    the sequence has one token, of an answer.
+    `slots` and `rows` [T'] int64: as in `PackedStep`. Of its sequence's rows after the stored context, each token
+    attends to those from `first` [T'], which is 0, to `used` [T'] - 1. `ends` [B] int32 is the index, within the
+    subset, after the last token of each of B sequences. `asks` [B] bool is True if the sequence's tokens belong to a
+    question. Otherwise the sequence has one token, of an answer.
     """
 
     slots: torch.Tensor
@@ -66,9 +66,9 @@ class PackedStep:
 
     `slots` and `rows` [T] int64: the slot of each token's sequence, and the token's index among the sequence's rows
     after the stored context. `ends` [B] int32 is the index after the last token of each of B sequences. `single` int64:
-    the indices of the tokens that continue an answer, one per answering sequence. `pieces`: the questions, each of one
-    or more tokens. `longest`: the maximum number of rows of a sequence after the stored context, including the rows of
-    this step.
+    the indices of the tokens that continue an answer, one per answering sequence. `pieces`: the questions, or parts of
+    questions, each of one or more tokens. `longest`: an upper bound of the number of rows of a sequence after the
+    stored context, including the rows of this step.
     """
 
     slots: torch.Tensor
@@ -142,9 +142,9 @@ class SlotRows:
         store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
     def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
-        """Return, for each token, the rows of its slot up to its own row; with a window, only the rows within it.
+        """Return, for each token, the rows of its slot up to its own row; with a window, only the last `window` rows.
 
-        `longest` is the maximum number of rows of a slot.
+        `longest` is an upper bound of the number of rows of a slot.
         """
         keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
         first = tokens.first if window is None else (tokens.used - window).clamp(min=0)
@@ -233,10 +233,11 @@ class PackedCache(SequenceCache):
         """Do nothing, because each step marks its questions' tokens itself."""
 
     def passes(self, fed: Sequence[Fed]) -> list[list[Fed]]:
-        """Divide a step on a GPU into a pass of the answers, which a CUDA graph replays, and a pass of the questions.
+        """If steps are captured, divide a step into a pass of the answers and a pass of the questions.
 
-        The host launches the second pass while the GPU computes the first one. Both passes read the model's weights.
-        Reading them twice takes less time than launching a pass with all tokens.
+        A CUDA graph replays the pass of the answers. The host launches the second pass while the GPU computes the first
+        one. Both passes read the model's weights. Reading them twice takes less time than launching a pass with all
+        tokens.
         """
         parts = [one for one in fed if not one.asks], [one for one in fed if one.asks]
         return [part for part in parts if part] if self.capturable else [list(fed)]
@@ -309,10 +310,9 @@ class PackedCache(SequenceCache):
         return (self.packed[0].own.capacity,)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return a mask's number of rows, for the stored context and one sequence, and the mask's first index, 0.
+        """Return the number of keys for which transformers makes a mask, and the index of the first of them, 0.
 
-        The query has tokens of all sequences, and so its length only bounds the number of rows of one sequence. In a
-        decode step, `step.longest` is the capacity of the buffers, which may exceed the rows of every sequence.
+        The number need not fit the rows of every sequence, because only the sliding window is read from the mask.
         """
         assert self.step is not None
         layer = self.by_number.get(layer_idx, self.stored_layers[0])  # transformers may pass a layer without rows

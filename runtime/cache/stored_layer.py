@@ -143,7 +143,8 @@ class StoredLayer(RowLayer):
     def prefills(self, tokens: int) -> bool:
         """Whether the last `tokens` appended tokens are prefilled; otherwise they are a decode step.
 
-        Tokens of the expected prompt are prefilled, and so are several tokens appended at once.
+        Tokens of the expected prompt are prefilled, and so are several tokens appended at once. Between `reserve` and
+        `release`, every token is a decode step.
         """
         return self.step_row is None and (tokens > 1 or self.get_seq_length() <= self.prompt_tokens)
 

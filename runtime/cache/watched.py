@@ -1,4 +1,4 @@
-"""Record the queries of the retrieval heads in each forward pass, from which an answer's sources are computed."""
+"""Record the queries of the retrieval heads in each forward pass, to compute an answer's sources from them."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -28,7 +28,10 @@ class WatchedQueries:
         self._channels, self._newest = edges[-1], torch.empty(0)
 
     def write(self, call: AttentionCall, last: torch.Tensor | slice) -> None:
-        """Store the queries of the tokens `last` [B] of a layer's attention call, one token for each of B sequences."""
+        """Store the queries of the tokens `last` [B] of a layer's attention call, one token for each of B sequences.
+
+        Does nothing for a layer without retrieval heads.
+        """
         heads = self.heads.get(call.layer)
         if heads is None:
             return
@@ -42,6 +45,6 @@ class WatchedQueries:
         return self._newest[torch.tensor(places, device=self._newest.device)].unbind()
 
     def of_layer(self, layer: int, steps: torch.Tensor) -> torch.Tensor:
-        """Return a layer's queries [H, T, D] from `steps` [T, C]: copies, by `of`, of the queries of T tokens."""
+        """Return a layer's queries [H, T, D] from `steps` [T, C], the queries of T tokens as `of` returns them."""
         of_layer = steps[:, self._columns[layer]]
         return of_layer.view(len(steps), len(self.heads[layer]), -1).transpose(0, 1)

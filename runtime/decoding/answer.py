@@ -17,17 +17,18 @@ from sparsekv.runtime.decoding.open import OpenIndex, embeddings_of
 from sparsekv.runtime.sources.places import Source
 
 LONGEST = 32
-"""Number of tokens in the token cache of a `Streamer` at which the cache is shortened."""
+"""A `Streamer` shortens its token cache, if it can, whenever the cache's number of tokens is a multiple of this."""
 
 
 class Streamer(TextStreamer):
     """Decodes an answer token by token, and passes the text to a callback piece by piece.
 
-    A new token is decoded together with the last tokens only, so its time does not grow with the answer's length.
+    A new token is decoded together with the last tokens only, so the time per token does not grow with the answer's
+    length.
 
     Args:
         on_text: the callback.
-        ends: ids of the EOS tokens, which are not part of an answer's text.
+        ends: ids of EOS tokens, which are left out of the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], ends: Collection[int] = ()):
@@ -35,7 +36,7 @@ class Streamer(TextStreamer):
         self.on_text, self.ends = on_text, ends
 
     def put(self, value: torch.Tensor) -> None:
-        """Add the next token [1] of the answer."""
+        """Add the next token [1] of the answer, unless it is one of `ends`."""
         if int(value) in self.ends:
             return
         before = self.token_cache
@@ -121,10 +122,10 @@ class Answer:
     the question. `kv_fraction` is the number of key, value and index rows that the decode steps read, divided by the
     number that dense attention would read.
 
-    `finish_reason` is `stop` if the model ended the answer, `length` if the token limit or the model's last position
-    was reached, `interrupted` if the caller stopped the answer, and empty if the question was an empty line. `layers`
-    has the missed mass of each layer if the cache measures the missed mass. `sources` are the passages that the answer
-    attended to most, if the request asks for sources.
+    `finish_reason` is `stop` if the model ended the answer, and `length` if the token limit or the model's last
+    position was reached. It is `interrupted` if the caller stopped the answer, and empty if the question was an empty
+    line. `layers` has the missed mass of each layer if the cache measures the missed mass. `sources` are the passages
+    that the answer attended to most, if the request asks for sources.
     """
 
     text: str

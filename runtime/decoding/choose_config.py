@@ -1,4 +1,4 @@
-"""Choose the config that answers are decoded with: the user's choice, or else the default that `tune` stored."""
+"""Choose the config that answers are decoded with: the user's choice, or else the index's default."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -27,8 +27,8 @@ def choose_config(
 ) -> DecodeConfig:
     """Make the decode config of a method, given by name, or of `dense` attention.
 
-    If the user set no method, budget, parameter or residual, the setting that `tune` stored in the index is used. An
-    index without such a setting uses its first method.
+    If the user set no method, budget, parameter or residual, the setting that `tune` stored in the index is used, if
+    there is one. In all other cases a missing method is chosen by `attention_of`.
 
     Args:
         parameters: method parameters by name; None for a parameter that the user did not set.
@@ -68,7 +68,10 @@ def choose_config(
 
 
 def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method] | type[Dense]]:
-    """Return the name and class of a method or of dense attention. Without a name, take the index's first method.
+    """Return the name and class of a method or of dense attention.
+
+    Without a name, return the first method that the index was built with, or, if there is none, the first registered
+    method that needs no index.
 
     Raises:
         UsageError: there is no such method, or the index was not built with it.
@@ -91,7 +94,8 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:
     """Return a dict with the method class that `--prefill` names. The key is `--prefill NAME`, for error messages.
 
-    The dict is empty if `name` is None, `dense` or `own`.
+    The dict is empty if `name` is None, `dense` or `own`. Raises UsageError if there is no such method, or if the index
+    was not built with it.
     """
     if name in (None, Own.name, DENSE):
         return {}
@@ -116,7 +120,8 @@ def question_prefill(
         options: the command-line options of `name` and `budget`, for errors.
 
     Raises:
-        UsageError: a budget is given without a prefill method that uses one, or the text is not a budget.
+        UsageError: a budget is given without a prefill method that uses one, the text is not a budget, or a parameter
+            of the method is not valid.
     """
     if budget is not None and not named:
         own = f"; {options[0]} own has the answer's budget" if name == Own.name else ""

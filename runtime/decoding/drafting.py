@@ -28,14 +28,17 @@ from sparsekv.runtime.decoding.step import DensePass
 REPEATED = (3, 2)
 """Numbers of newest tokens whose earlier occurrence is searched for, in this order."""
 FROM_TEXT = "text"
-"""Source of a draft that is copied from earlier text. Any other source is a number of tokens decoded by the method."""
+"""Source of a draft that is copied from earlier text.
+
+Any other source is the number of tokens that the method decodes for the draft; 0: there is no draft.
+"""
 BY_METHOD = (2, 4, 8)
 LONGEST, SHORTEST = 16, 2
 """Maximum and minimum length of a draft that is copied from earlier text."""
 KEPT = 0.8
 """Decay: factor of a source's summed seconds and tokens when another step of this source is added."""
 AGAIN = 16
-"""Number of steps per source after which the source that was not used for longest is tried again."""
+"""The source that was unused for longest is tried again after this number of steps, times the number of sources."""
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Pace:
     last: int = 0
 
     def add(self, seconds: float, tokens: int, step: int) -> None:
-        """Count a step. The source's first step is not timed, because it may compile kernels."""
+        """Add a step's seconds and tokens to the sums, unless it is the source's first step, which may compile code."""
         if self.last:
             self.seconds, self.tokens = KEPT * self.seconds + seconds, KEPT * self.tokens + tokens
         self.last = step
@@ -85,9 +88,13 @@ class Drafter:
     paces: dict[str | int, Pace] = field(default_factory=dict)
 
     def from_text(self, tokens: list[int]) -> list[int]:
-        """Return the tokens after the last earlier occurrence of the newest of `tokens`; empty if there is none.
+        """Return up to `length` tokens that followed the last earlier occurrence of the newest tokens.
 
-        `tokens` are those of question and answer, which are searched before the document.
+        The newest three tokens are searched for, then the newest two (`REPEATED`), first in `tokens` and then in the
+        document. Returns an empty list if neither occurs.
+
+        Args:
+            tokens: the tokens of question and answer.
         """
         near = np.asarray(tokens, dtype=np.int64)
         for number in REPEATED:
@@ -99,10 +106,10 @@ class Drafter:
         return []
 
     def source(self, found: Tokens[int]) -> str | int:
-        """Choose the source of the next draft: earlier text, if `found` there is not empty, or a number of tokens.
+        """Choose the source of the next draft: that with the fewest seconds per token, or one to try again (`AGAIN`).
 
-        0 is a step without a draft. The source with the fewest seconds per token is chosen, or a source that must be
-        tried again (`AGAIN`).
+        Args:
+            found: the draft from earlier text. If it is empty, earlier text is no source.
         """
         sources: list[str | int] = [*([FROM_TEXT] if found else []), *(BY_METHOD if self.by_method else ()), 0]
         paces = {one: self.paces.setdefault(one, Pace()) for one in sources}
@@ -112,9 +119,9 @@ class Drafter:
         return min(sources, key=lambda one: paces[one].per_token)
 
     def count(self, source: str | int, drafted: int, accepted: int, seconds: float) -> None:
-        """Count a step: the tokens of its draft, those accepted, and its seconds.
+        """Count a step's drafted and accepted tokens, and its seconds. After a draft from earlier text, adapt `length`.
 
-        The step also adds one token to the answer that is not of the draft.
+        Besides the accepted tokens, the step adds one token to the answer.
         """
         self.steps += 1
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
@@ -125,9 +132,9 @@ class Drafter:
 
 
 def _places(text: NDArray[np.int64], wanted: NDArray[np.int64]) -> list[int]:
-    """Return the index after the last occurrence of the tokens `wanted` in a text, not counting the text's own end.
+    """Return a list with the index after the last occurrence of the tokens `wanted` in a text; empty if there is none.
 
-    The list is empty if there is no occurrence.
+    An occurrence at the text's end does not count, because no token follows it.
     """
     last = len(text) - len(wanted)
     same = np.ones(max(0, last), dtype=bool)
@@ -193,7 +200,7 @@ class DraftingEngine(Engine):
 
     @torch.inference_mode()
     def _decoded(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Decode a draft of `tokens` tokens greedily by the config's method, and drop its rows from the cache."""
+        """Decode a draft of `tokens` tokens greedily by the config's method; drop the draft's rows from the cache."""
         draft = list[int]()
         while len(draft) < tokens:
             newest = [*sequence.answer[-1:], *draft][-1]
@@ -205,9 +212,9 @@ class DraftingEngine(Engine):
 
     @torch.inference_mode()
     def _verify(self, sequence: Sequence, draft: list[int]) -> list[Ended]:
-        """Feed the newest token and a draft; add tokens to the answer, up to the first that differs from the draft.
+        """Feed the newest token and a draft. Add tokens to the answer, up to and including the first that differs.
 
-        Returns the sequence if it ends.
+        Returns the sequence with its answer, or with an error, if the sequence ends; otherwise an empty list.
         """
         logits = self._dense_logits(sequence, [sequence.answer[-1], *draft])
         self.read = None

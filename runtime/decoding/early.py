@@ -26,15 +26,16 @@ class EarlyReading:
     """Reads an index early: a thread checks checksums, maps the pages of keys and values, and prepares a method.
 
     Errors in the thread are ignored, because the code that needs the data reads the data again and raises. For a GPU
-    the thread only checks checksums, and only after `begin_loading`. Earlier, this thread and the thread that imports
-    libraries would take turns, so the command would not become faster.
+    the thread only checks checksums, and only after `begin_loading`. If it began earlier, this thread and the thread
+    that imports libraries would take turns, so the command would not become faster. For a CPU there is no thread if the
+    server that forked this process has already prepared the index.
 
     Args:
         device: a device name, as `choose_device` takes it.
         files: files of the index whose checksums are checked.
         hold: map the rows of all layers without a sliding window, and prepare the method.
-        form: the variant of the method that will answer; None: no method is prepared. The variant is only prepared if
-            the index has the method's tensors.
+        form: the variant of the method that will answer; None: no method is prepared. The variant is only prepared with
+            `hold`, and if the index has the method's tensors.
     """
 
     def __init__(

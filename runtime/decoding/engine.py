@@ -1,8 +1,9 @@
 """The engine that decodes answers over an open index, one at a time or several in shared steps.
 
 Several questions are answered by continuous batching: each finished answer frees its slot. A step feeds one token of
-each sequence that is answering, and all tokens of the questions that begin. All these tokens go through the model as
-one row without padding, so the model's weights and the document's keys and values are read once for all sequences.
+each sequence that is answering, and the tokens of questions that begin, up to a limit. All these tokens go through the
+model as one row without padding, so the model's weights and the document's keys and values are read once for all
+sequences.
 
 There are two exceptions. On a GPU the tokens of answers and the tokens of questions are two passes, and a CUDA graph
 may pad the pass of answers. In models with recurrent layers, each question is a pass of its own.
@@ -44,8 +45,9 @@ from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.sources.places import Source
 
 QUESTION_TOKENS = 2048
-"""Maximum number of tokens of the questions that begin in one step. A longer question begins alone.
+"""Maximum number of tokens of the questions that begin in one step, for an engine without `chunk`.
 
+A longer question begins alone.
 With a maximum of 512 a GPU would wait for the host, which launches the same number of operations for few tokens as for
 many.
 """
@@ -54,9 +56,9 @@ HOLD_SHARE, MOST_HELD = 0.5, 12
 """Limits of the time for which waiting questions are held back while other sequences answer.
 
 A step with a question cannot be replayed as a CUDA graph, and all answering sequences wait for it. On an H200, with 64
-answering sequences, it takes 2.3 times as long as a step without one. Therefore questions wait, so that several begin
-in the same step. They begin after `MOST_HELD` steps, or earlier: when the number of steps waited, summed over the
-questions, reaches `HOLD_SHARE` times the number of answering sequences.
+answering sequences, such a step takes 2.3 times as long as a step without one. Therefore questions wait, so that
+several begin in the same step. They begin after `MOST_HELD` steps, or earlier: when the number of steps waited, summed
+over the questions, reaches `HOLD_SHARE` times the number of answering sequences.
 """
 
 
@@ -116,11 +118,11 @@ class PrefilledQuestion:
 class Request:
     """A question's token ids [Q], how its answer is sampled, and the caller's callbacks.
 
-    `on_token` is called with each token, and then `on_text` with the decoded text. `stop` is called after each token,
-    in the thread that generates; the answer ends when `stop` returns True. `logprobs` is the number of likeliest tokens
-    in the log-probabilities that `on_token` gets; None: `on_token` gets no log-probabilities. `sources` is the
-    maximum number of the answer's sources. With `prefilled`, the question's tokens are not fed again. Sources cannot be
-    requested then, because the question's queries are unknown.
+    `on_token` is called with each token, and `on_text` with each piece of text that tokens complete. `stop` is called
+    after each token, in the thread that generates; the answer ends when `stop` returns True. `logprobs` is the number
+    of likeliest tokens in the log-probabilities that `on_token` gets; None: `on_token` gets no log-probabilities.
+    `sources` is the maximum number of the answer's sources. With `prefilled`, the question's tokens are not fed again.
+    Sources cannot be requested then, because the question's queries are unknown.
 
     Raises:
         UsageError: `sources` is not a whole number from 0 to MOST_SOURCES, or a callback is not a function.
@@ -148,7 +150,8 @@ class Sequence:
     """One question and its answer so far.
 
     `used` is the number of the sequence's tokens in the cache, after the stored context. `asked` is the number of the
-    question's tokens in the cache. Of these, the rows of the first `kept` tokens were copied from an earlier sequence.
+    question's tokens in the cache. The rows of the first `kept` of these tokens are copies, from an earlier sequence or
+    from `Request.prefilled`.
     `longest` is the maximum number of answer tokens. `started`, `first` and `last` are clock readings in seconds: when
     the question began, and when the first and the last token so far were chosen. `read_before` are the counts of rows
     read when the question began.
@@ -174,7 +177,8 @@ class Sequence:
     def fed(self, slot: int, most: int | None) -> Fed:
         """Return the tokens to feed next: the next part of the question, or the answer's newest token.
 
-        A part has up to `most` tokens; None: it is the rest of the question.
+        A part has up to `most` tokens; None: it is the rest of the question. After a prefilled question, the first call
+        returns no tokens.
         """
         tokens = self.answer[-1:] or self.question[self.asked :][:most]
         return Fed(slot, self.used, tokens, asks=not self.answer)
@@ -190,7 +194,7 @@ class Sequence:
         return not fed.asks or self.asked + len(fed.tokens) == len(self.question)
 
     def take(self, token: int, logprobs: TokenLogprobs | None, ends: set[int]) -> bool:
-        """Add the next token of the answer; return whether the answer is complete."""
+        """Add the next token of the answer; return whether the answer is complete or `stop` has ended it."""
         self.answer.append(token)
         self.logprobs.append(logprobs)
         self.last = time.perf_counter()
@@ -229,14 +233,13 @@ Ended = tuple[Sequence, "Answer | NotFiniteError"]
 
 
 class Engine:
-    """Decodes questions over one index, as many at a time as its cache has slots.
+    """Decodes questions over one index, as many at a time as the cache has slots.
 
-    Sequences in `waiting` wait for a slot, and get a free slot at the next step. Each step allocates the logits of all
-    sequences.
+    Sequences in `waiting` wait until a step gives them a free slot. Each step allocates the logits of all sequences.
 
     Args:
-        cache: a cache of the index. No other code may use the cache meanwhile. For the cache that a packed cache was
-            made from, `why_alone` must return an empty string.
+        cache: a cache of the index. No other code may use the cache meanwhile. A packed cache must have been made from
+            a cache for which `why_alone` returns an empty string.
         chunk: maximum number of question tokens in a step, if the cache can prefill a question in several steps; None:
             questions are never divided.
         turns: stores copies of ended sequences' rows, for questions that begin with the same tokens; only for a cache
@@ -260,7 +263,7 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.read: tuple[float, int] | None = None
         self._held = (0, 0)
-        """Since a question last began: the number of steps for which questions waited, and its sum over questions."""
+        """Number of steps in a row for which questions were held back, and the sum of the questions in these steps."""
         self.ends = ending_tokens(index)
 
     @torch.inference_mode()
@@ -284,9 +287,8 @@ class Engine:
         while questions are being answered, this generator raises.
 
         Raises:
-            UsageError: another question was asked over the same cache between two answers, or this was called from an
-                answer's callback.
-            NotFiniteError: the model's logits are not finite. Also raises the errors of `sequence`.
+            UsageError: another question was asked over the same cache between two answers.
+            NotFiniteError: the model's logits are not finite. Also raises the errors of `sequence` and of `exclusive`.
         """
         waiting = deque(self.sequence(one) for one in requests)
         numbers = {one: number for number, one in enumerate(waiting)}
@@ -306,7 +308,8 @@ class Engine:
     def answer(self, request: Request, before: int) -> Answer:
         """Answer one question after the `before` tokens in the cache. Call this method within `exclusive`.
 
-        All tokens except the last one of the answer stay in the cache. Raises the errors of `answers`.
+        All tokens except the last one of the answer stay in the cache. Raises NotFiniteError if the model's logits are
+        not finite, and the errors of `sequence`.
         """
         sequence = self.sequence(request, before)
         self.active, self.waiting = {0: sequence}, deque()
@@ -368,7 +371,10 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[FreeCores]:
-        """Route the model's attention to the cache within the context. Call `run_step` within this context."""
+        """Route the model's attention to the cache within the context. Call `run_step` within this context.
+
+        Yields an object whose `follow` adapts the number of CPU threads to the free cores.
+        """
         model = self.index.model
         with route_attention(model, self.cache.attend), free_cores(model) as cores, all_cores(model):
             try:
@@ -377,7 +383,10 @@ class Engine:
                 self.cache.release()
 
     def _until_answered(self) -> list[tuple[Sequence, Answer]]:
-        """Run steps until at least one answer is complete; return the completed sequences and their answers."""
+        """Run steps until at least one answer is complete; return the completed sequences and their answers.
+
+        Raises NotFiniteError if the logits of a sequence are not finite.
+        """
         done = list[tuple[Sequence, Answer]]()
         with self.running() as cores:
             while not done:
@@ -418,7 +427,10 @@ class Engine:
         return ended
 
     def _fed(self) -> list[Fed]:
-        """Assign free slots to waiting questions; return the tokens to feed in the next step."""
+        """Assign free slots to waiting questions; return the tokens to feed in the next step.
+
+        The cache is rewound before, if questions wait and no sequence is active.
+        """
         if self.waiting and not self.active:
             self.cache.rewind()
             self.read = None
@@ -451,7 +463,10 @@ class Engine:
         return holds
 
     def _may_begin(self, left: int) -> bool:
-        """Whether the next question may begin in a step that has room for `left` more tokens of questions."""
+        """Whether the next question may begin in a step that has room for `left` more tokens of questions.
+
+        Without `chunk`, the question must fit into this room, or be the only question of the step.
+        """
         if not self.waiting or self.chunk:
             return bool(self.waiting) and left > 0
         return left == QUESTION_TOKENS or len(self.waiting[0].question) <= left
@@ -479,7 +494,10 @@ class Engine:
         return [one.logits[None].to(self.index.device) for one in prefilled if one is not None]
 
     def _end(self, slot: int) -> tuple[Sequence, Answer]:
-        """Free a slot. With `turns`, its keys and values are copied for questions that continue the answer."""
+        """Free a slot; return its sequence and answer.
+
+        With `turns`, the slot's keys and values are copied, for later questions that begin with the same tokens.
+        """
         sequence = self.active.pop(slot)
         sources = self._sources(slot, sequence)
         if self.turns is not None:
@@ -495,7 +513,11 @@ class Engine:
         return self.index.source_finder.sources(queries, own_keys, sequence.request.sources)
 
     def _pass(self, fed: list[Fed]) -> torch.Tensor:
-        """Run a forward pass; return its logits [B, V]. Stores the queries of sequences whose sources are requested."""
+        """Run a forward pass; return its logits [B, V].
+
+        Stores the retrieval heads' queries of each sequence that gets an answer token by this pass and whose sources
+        are requested.
+        """
         logits = self._logits(fed)
         if self.cache.watched is not None:
             sequences = ((place, one, self.active[one.slot]) for place, one in enumerate(fed))
@@ -613,9 +635,9 @@ def generate(
         on_text, stop, sources, prefilled: as in `Request`.
 
     Raises:
-        UsageError: an argument is not valid, no position of the model is left for an answer, sources are requested from
-            a cache that moves an answer's tokens into the index, or this was called from a callback of an answer.
-        NotFiniteError: the model's logits are not finite.
+        UsageError: an argument is not valid, no position of the model is left for an answer, or sources are requested
+            from a cache that moves an answer's tokens into the index.
+        NotFiniteError: the model's logits are not finite. Also raises the errors of `exclusive`.
     """
     with exclusive(index.model):
         cache.rewind()
@@ -634,7 +656,7 @@ def prefill_question(index: OpenIndex, cache: IndexCache, question: torch.Tensor
         cache: a cache for dense attention.
 
     Raises:
-        UsageError: no position of the model is left for an answer.
+        UsageError: no position of the model is left for an answer. Also raises the errors of `exclusive`.
     """
     started, end = time.perf_counter(), index.split.tokens + len(question)
     answer_room(index, end)

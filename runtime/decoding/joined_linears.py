@@ -34,7 +34,10 @@ def _output_of(
 
 
 class Product(NamedTuple):
-    """A node that multiplies one row; `source` and `shape` are the same for products of the same row."""
+    """A node of the compiler's graph that multiplies one row by a layer's weights.
+
+    Products of the same row have the same `source` and `shape`.
+    """
 
     node: Node
     source: Node
@@ -46,7 +49,7 @@ class Product(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The row, dtype and kind of weights that products of one launch share."""
+        """Key of the products that one launch can compute: the row, the weights' kind, and whether there is a bias."""
         return self.source, self.shape, _value(self.numbers).dtype, self.scales is None, self.bias is None
 
 

@@ -59,10 +59,10 @@ def load_and_open(
         early: a reading of this index's files that has already begun.
 
     Raises:
-        SparsekvError: the model cannot be loaded, or no model is given and the user has never named the model that the
-            index names.
-        UsageError: the model, device or dtype does not exist, the index was built with weights of another precision,
-            several ranks open an index that was built with rounded weights, or an error of `with_weights`.
+        SparsekvError: the model cannot be loaded; no model is given, and the user has never named the model that the
+            index names; or with `hold`, the model and the index's rows do not fit on the GPU.
+        UsageError: the model, device or dtype does not exist; the index was built with weights of another precision; or
+            several ranks open an index that was built with rounded weights. Also raises the errors of `with_weights`.
         IdentityError: the index does not belong to this model.
         ArtifactError: the index's tensors do not fit the model, or are damaged.
     """
@@ -139,7 +139,8 @@ def keep_index(folder: Path) -> None:
 
 
 LAID_OUT = 1 << 30
-"""Maximum bytes of an index's keys and values that a server copies to memory, in the order in which steps read them."""
+"""A server copies an index's keys and values to memory, in the order in which steps read them, if they have fewer bytes
+than this."""
 
 BITS: dict[Weights, int] = {"int8": 8, "int4": 4}
 MOST_ROUNDED = 0.9

@@ -65,7 +65,7 @@ def plan_opening(artifact: Artifact, model: nn.Module) -> MemoryPlan:
 
 
 def check_room(artifact: Artifact, model: nn.Module) -> None:
-    """Raise SparsekvError if the model and an index's keys, values and states together do not fit on the GPU."""
+    """Raise SparsekvError if a model on a GPU and an index's keys, values and states do not fit there together."""
     memory = device_memory(model)
     if memory is not None:
         plan_opening(artifact, model).check(memory, REMEDY)
@@ -77,9 +77,9 @@ def compare_probe(
     """Compute the logits after the last prompt token and compare them with the stored logits.
 
     The model runs its own attention and not this project's. A model with a mask of its own is therefore refused even if
-    this project's attention would ignore the mask. The model attends to the stored rows of all tokens. In an exact
-    index, the stored rows of the last token are also compared with the keys and values that the model computes for this
-    token; int8 rows are not compared. The stored state after the last token, from which answers begin, is compared with
+    this project's attention would ignore the mask. The model attends to the stored rows of all tokens. Unless the index
+    stores int8 rows, the stored rows of the last token are also compared with the keys and values that the model
+    computes for this token. The stored state after the last token, from which answers begin, is compared with
     the model's state.
 
     Args:
@@ -190,7 +190,10 @@ def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
 
 @contextmanager
 def _states_fit(artifact: Artifact) -> Iterator[None]:
-    """Convert a model's error about an index's states to an ArtifactError. The manifest does not have states' sizes."""
+    """Within the context, convert a model's error to an ArtifactError if the index stores states.
+
+    The states are then the likely reason, because the manifest does not have their sizes, and no check precedes.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -227,10 +230,13 @@ class OpenIndex:
 
     Args:
         rows: keys and values by layer whose reading has already begun, for the probe.
-        prepared: a method that is already prepared. The first sparse cache with this method uses it.
+        prepared: a method that is already prepared. The first sparse cache uses it if the method is that of the cache.
         tokenizer_files: the hash of the files that the tokenizer was loaded from; None: unknown.
         kept: the same index as opened by the server that forked this process. The first call of `cache` returns the
-            server's cache if the configs are equal.
+            server's cache if the config is the server's and no other argument is given.
+
+    Raises:
+        ArtifactError: index and model differ in their layers, or the model has no embedding for a token of the index.
     """
 
     artifact: Artifact
@@ -318,7 +324,8 @@ class OpenIndex:
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
         """Make a cache for dense attention over the first `tokens` tokens of the stored context, by default all.
 
-        Rows are views of the index's files if device and dtype are the same; otherwise they are copies.
+        Rows are views of the index's files if their device and dtype are the model's. Otherwise they are copies, on a
+        GPU in int8 if the index stores int8 and the layer has no sliding window.
         """
         tokens = self.split.tokens if tokens is None else tokens
         manifest = self.artifact.manifest
@@ -356,10 +363,11 @@ class OpenIndex:
         return DenseLayer(*self._rows(held, slice(first, tokens)), out_of_sight=first, window=window)
 
     def _probed_rows(self, layer: int, ahead: Executor | None, *, hold: bool) -> Callable[[], Pair]:
-        """Return a function that returns a layer's rows; with `hold` the rows stay in memory for the next cache.
+        """Return a function that returns a layer's rows.
 
-        In a layer with a sliding window only the rows of the last two windows are read, and the rows before are zeros.
-        A model that lost its window attends to the zeros, which changes its logits.
+        With `hold`, the rows of a layer without a sliding window stay in memory for the next cache. In a layer with a
+        sliding window only the rows of the last two windows are read, and the rows before are zeros. A model that lost
+        its window attends to the zeros, which changes its logits.
 
         Args:
             ahead: executor in which the rows are already read, with `hold`; None: the returned function reads them.
@@ -392,7 +400,8 @@ class OpenIndex:
     def _rows(self, rows: LayerRows, tokens: slice) -> Pair:
         """Return some tokens' keys and values in the model's dtype on its device.
 
-        If `tokens` do not begin at 0, as in a sliding window, only the rows of these tokens are copied to the device.
+        On a GPU, only the rows of these tokens are copied to the device if `tokens` do not begin at 0, as in a sliding
+        window. Otherwise all rows of the layer are copied.
         """
         keys, values = rows.part(tokens, CPU if tokens.start else self.device)
         return keys.to(self.device, self.dtype), values.to(self.device, self.dtype)

@@ -22,7 +22,7 @@ from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clust
 
 
 def files_read(artifact: Artifact, attention: MethodSpec | Dense) -> list[str]:
-    """Return the index's files that a config's own method reads in addition to keys and values; none if it is dense.
+    """Return the index's files that a method reads in addition to keys and values; none for dense attention.
 
     The files of the method whose clusters a residual uses are not included.
     """
@@ -87,8 +87,8 @@ def prepare_layer(
     Raises:
         UsageError: a residual is requested, but no method of the index has value centroids, or the method appends
             tokens, which are in no cluster.
-        ArtifactError: parameters or calibration in the manifest are not valid, or tensors are missing, of the method or
-            of the method whose clusters the residual uses.
+        ArtifactError: for the method, or for the method whose clusters the residual uses, parameters or calibration in
+            the manifest are not valid, or tensors are missing.
     """
     artifact, context = rows.artifact, stored_context(rows, form.name, device, shared)
     with _told_of(form.name, artifact):
@@ -136,7 +136,7 @@ class PreparedMethod:
         self._prepared[rows.layer] = self.take(rows)
 
     def take(self, rows: LayerRows) -> PreparedLayer:
-        """Return the prepared layer of `rows`, and drop the reference to it. Prepares the layer now if it is not.
+        """Return the prepared layer of `rows`, and drop the reference to it. Prepares the layer first if necessary.
 
         Raises the errors of `prepare_layer`.
         """

@@ -80,7 +80,7 @@ class Session:
         `question_ids` and of `generate`, and UsageError for a question or a sampling of another type.
 
         Args:
-            question: text, which is put into the index's chat template, or its integer token ids [Q].
+            question: a text, which `question_ids` encodes, or integer token ids [Q].
             on_text, stop, sources: as in `Request`.
         """
         with exclusive(self.index.model):
@@ -129,7 +129,8 @@ class Session:
             name: the name of the argument `question` in errors.
 
         Raises:
-            UsageError: the question is neither a text nor a tensor [Q] of integers, or the model does not have an id.
+            UsageError: the question is neither a text nor a tensor [Q] of at least one integer, or the model does not
+                have one of the ids.
         """
         if isinstance(question, str):
             return question_ids(self.index, question)
@@ -218,7 +219,7 @@ class Conversation:
         return torch.cat([self.index.input_ids, *(one.tokens for one in self.turns[:turn])])
 
     def last_asked(self) -> torch.Tensor:
-        """Return the token ids [T] after the stored prompt, up to and including the last question."""
+        """Return the token ids [T] after the stored prompt, up to and including the last question. Needs a turn."""
         return torch.cat([self.before(len(self.turns) - 1)[len(self.index.input_ids) :], self.turns[-1].question])
 
     def ask(
@@ -234,7 +235,7 @@ class Conversation:
 
         A failure or an interruption leaves the conversation as it was before the question. Threads that call this
         method wait for each other. Their questions become turns in the order in which the threads acquire the model.
-        Raises the errors of `question_ids` and `answer_after`.
+        Raises the errors of `question_ids`, of `answer_after` and of the constructor.
         """
         with exclusive(self.index.model):
             chat, border = None if self.raw else self.place.chat, self.place.border
@@ -322,7 +323,9 @@ class Conversation:
 
 
 def add_turn(index: OpenIndex, place: Place, turn: Turn, *, raw: bool) -> tuple[Turn, Place]:
-    """Return the turn, marked as `closed` if the next chat frame ends it, and the place of the next question.
+    """Return the turn, and the place of the next question.
+
+    The turn is marked as `closed` if its answer ends with an EOS token and the next question has a chat frame.
 
     Args:
         place: the place of this turn's question.

@@ -115,8 +115,8 @@ class SparseLayers:
     def _middle(self, rows: LayerRows, prepared: PreparedLayer) -> MiddleRows:
         """Make the storage of the rows between sinks and tail (the middle), according to placement and device.
 
-        Rows on a GPU stay in int8 if the index stores int8. Other rows on a GPU share the keys with the selector if
-        both need the keys in the order of positions on the same device.
+        Rows on a GPU stay in int8 if the index stores int8. Other rows for a model on a GPU share the keys with the
+        selector if both need the keys in the order of positions on the same device.
         """
         layout, where = prepared.selector.layout, self._placed()
         if self.config.placement == "disk":

@@ -78,8 +78,8 @@ def all_cores(model: PreTrainedModel) -> AbstractContextManager[object]:
 def split_pays(threads: int) -> bool:
     """Whether this machine multiplies few rows faster if the layer is split among `threads` threads.
 
-    The function measures once per process, on 4 MiB of weights in about 2 ms, because MKL's behaviour depends on the
-    processor and on MKL's version.
+    The function measures once per process and number of threads, on 4 MiB of weights in about 2 ms, because MKL's
+    behaviour depends on the processor and on MKL's version. With one thread there is nothing to measure.
     """
     if threads == 1:
         return False
@@ -246,9 +246,10 @@ def threads_for(free: float, most: int) -> int:
 class _Meter:
     """State that all threads of this process share: the last reading of CPU use, and torch's original thread count.
 
-    `last` is that reading, and `free` is the number of cores that other processes left free before it. `users` is the
-    number of `free_cores` contexts that are open. `most` is torch's thread count before the first of these contexts
-    changed it. It is stored here, because a context in one thread changes the count with which new threads begin.
+    `last` is that reading, and `free` is the number of cores that other processes left free before the reading. `users`
+    is the number of `free_cores` contexts that are open. `most` is torch's thread count before the first of these
+    contexts changed it. It is stored here, because a context in one thread changes the count with which new threads
+    begin.
     """
 
     def __init__(self) -> None:

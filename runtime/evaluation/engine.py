@@ -1,4 +1,7 @@
-"""Answer each question with each combination of method, budget and prefill. A document has one index per prefill."""
+"""Answer each question with dense attention and with each combination of method, residual and budget.
+
+This is repeated for each prefill. A document has one index per prefill.
+"""
 
 import math
 import shutil
@@ -54,11 +57,11 @@ class Builder(Protocol):
 
     @property
     def prefills(self) -> Iterable[str]:
-        """Names of the prefills with which each index is built."""
+        """Names of the prefills. Each document has an index for each of these prefills."""
 
     @property
     def parameters(self) -> Mapping[str, dict[str, Any]]:
-        """Build parameters of each method that stores tensors in the index."""
+        """Build parameters by method name, of the methods that store tensors in the index."""
 
     @property
     def queries(self) -> int:
@@ -68,7 +71,7 @@ class Builder(Protocol):
         """Return the settings that determine an index, besides its prompt, model and methods."""
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """Return the size of the query sample, as `{"queries": n}`, if the sample is larger than method `name` needs.
+        """Return the size of the query sample as `{"queries": n}`, if method `name` needs some but fewer queries.
 
         All methods share one sample. The dict is empty if the method needs the whole sample, or no queries.
         """
@@ -77,7 +80,7 @@ class Builder(Protocol):
         """Raise UsageError if the prompt is too short or too long for an index."""
 
     def build(self, prompt: FixedPrompt, prefill: str, folder: Path, progress: Progress) -> None:
-        """Build the index of a prompt, or resume an interrupted build. Raises the errors of `indexing.build_index`."""
+        """Build the index of a prompt, reusing files of an earlier build. Raises the errors of `build_index`."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,13 @@ class Comparison:
     """The configurations that answer each question: dense attention and the methods at each budget, for each prefill.
 
     Attributes:
-        builder: builds the indices with the tensors of the methods, for each of its prefills.
+        builder: builds the indices with the tensors of the methods, for each of the builder's prefills.
         question: attention of a question's tokens.
         residual: run each method a second time with a residual.
         raw: use no chat template.
         keep: do not remove the indices after the evaluation.
-        max_new_tokens: largest number of tokens of an answer; None: the number of each question.
-        together: number of questions of a context that are answered in one batch.
+        max_new_tokens: largest number of tokens of a generated answer; None: the question's own `max_new_tokens`.
+        together: maximum number of questions of a context that decode at the same time.
         rope_scaling: the RoPE scaling with which the model was loaded.
     """
 
@@ -109,19 +112,19 @@ class Comparison:
     rope_scaling: str | None = None
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a document's prompt. The prompt is the indexed text with its chat template."""
+        """Return the number of tokens of a document's prompt: a chat template's text, if any, and the document."""
         return len(self.prompt(text, bare=False).input_ids)
 
     def prompt(self, text: str, *, bare: bool) -> FixedPrompt:
-        """Encode the prompt of a document for its index. `bare`: without a chat template."""
+        """Encode the prompt of a document for its index. With `bare`, as with `raw`, there is no chat template."""
         return encode_prompt(self.loaded.tokenizer, text, raw=self.raw or bare)
 
     def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
         """Return the token ids [Q] that are fed after the document.
 
-        They are the question in its chat template, if there is one, and the beginning of the answer that the task
-        prescribes. In a conversation the earlier questions precede them, each with its expected answer. For a
-        `continuation` metric they are the first tokens of the text that follows the document.
+        They are the question, in the chat template if there is one, and the question's `prefix`. In a conversation the
+        earlier questions come first, each with its expected answer. For a `continuation` metric they are the first
+        `max_new_tokens` tokens of the text that follows the document.
 
         Raises:
             UsageError: the question is a later turn, and the model's chat template has only one turn; or the model has
@@ -138,9 +141,9 @@ class Comparison:
         return known_ids(self.loaded.model, encode_question(self.loaded.tokenizer, prompt.border, chat, *parts)[:most])
 
     def _turns_in_chat(self, question: Question, chat: ChatFrame) -> list[str]:
-        """Return the parts of a conversation's text, from the first question on, without the text before it.
+        """Return the parts of a conversation's text that `encode_question` takes, from the first question on.
 
-        Raises UsageError for a second turn, if the model's chat template has only one.
+        Raises UsageError for a later turn, if the model's chat template has only one turn.
         """
         turns = [*question.earlier, question]
         parts = [turns[0].text, turns[0].prefix]
@@ -153,18 +156,19 @@ class Comparison:
         return parts
 
     def longest(self, question: Question) -> int:
-        """Return the largest number of tokens of the answer to a question."""
+        """Return the largest number of tokens of the answer to a question, or of the scored continuation."""
         if METRICS[question.metric].continuation or self.max_new_tokens is None:
             return question.max_new_tokens
         return self.max_new_tokens
 
     def room(self, context: Context, document: int | None = None) -> int | None:
-        """Return the maximum number of document tokens that leaves positions for each question with its answer.
+        """Return the maximum number of prompt tokens that leaves positions for each question with its answer.
 
-        Returns None if the model has no limit.
+        The result is below 1 if no prompt fits, and None if the model has no limit.
 
         Args:
-            document: number of tokens of the document; None: unknown. The positions of some models depend on it.
+            document: number of tokens of the prompt; None: unknown. With a short prompt, some models have fewer
+                positions.
         """
         config = self.loaded.model.config
         positions = positions_of(config) if document is None else positions_after(config, document)
@@ -184,10 +188,11 @@ class Comparison:
 
 
 def _turns_in_text(question: Question, *, generated: bool) -> str:
-    """Return a conversation's text after the document, without a chat template. A blank line separates turns.
+    """Return the text after the document up to a question, without a chat template. A blank line separates turns.
 
     Args:
-        generated: the question is of a generated task. A question of published data begins with its own separator.
+        generated: the question is of a generated task, and is put on a new line. A question of published data begins
+            with a separator of its own.
     """
 
     def asked(one: Question) -> str:
@@ -201,15 +206,15 @@ def _turns_in_text(question: Question, *, generated: bool) -> str:
 
 
 def _said(question: Question) -> str:
-    """Return the answer that later turns show: all expected answers if they belong together, or else the first."""
+    """Return the answer that later turns show: all expected strings if the metric requires each, or else the first."""
     answers = question.answers if METRICS[question.metric].every else question.answers[:1]
     return f"{' ' if question.prefix else ''}{', '.join(answers)}"
 
 
 def check_room(comparison: Comparison, contexts: list[Context]) -> None:
-    """Raise UsageError if a document, its question and the answer together need more positions than the model has.
+    """Raise UsageError if a context's document, a question and its answer need more positions than the model has.
 
-    Raises the errors of `question_ids`, too.
+    Also raises the errors of `question_ids`.
     """
     for context in contexts:
         tokens = len(comparison.prompt(context.text, bare=context.bare).input_ids)
@@ -258,8 +263,8 @@ def evaluate(comparison: Comparison, contexts: list[Context], work: Path, show: 
     """Answer every question with every variant. Answers that are stored in the folder `work` are reused.
 
     Raises:
-        SparsekvError: `work` cannot be written, or another process writes there; or the errors of `Builder.build`,
-            `OpenIndex.cache` and `generate`.
+        SparsekvError: `work` cannot be written, another process writes there, or the stored answers are damaged. Also
+            raises the errors of `question_ids`, `Builder.build`, `OpenIndex.cache` and `generate`.
     """
     ways, done = comparison.ways(), 0
     total = len(ways) * sum(len(context.questions) for context in contexts)
@@ -294,8 +299,8 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
 MOST_PREFILLED = 8192
 """Maximum number of question tokens of a context whose prefill is kept in host memory.
 
-If the context itself has more tokens, their number is the maximum. A kept token takes as many bytes of host memory as a
-token of the context takes on the device.
+If the context itself has more tokens, the maximum is the number of the context's tokens. A kept token takes as many
+bytes as a token of the context in the model's dtype.
 """
 
 
@@ -303,8 +308,8 @@ token of the context takes on the device.
 class _Asking:
     """Answers the questions of one context over the index that was built with one prefill.
 
-    The index is built only if an answer is not stored. If questions attend densely, each is prefilled once for all
-    variants, unless a variant's selector observes the question's queries.
+    The index is built only if an answer is not stored. If questions attend densely, the first questions, up to
+    MOST_PREFILLED tokens, are prefilled once. Variants whose selectors observe a question's queries prefill it again.
     """
 
     comparison: Comparison
@@ -342,9 +347,9 @@ class _Asking:
     ) -> Iterator[tuple[Question, str, ScoredAnswer]]:
         """Yield the answers that are not stored yet, in order of completion, one for each distinct question.
 
-        Several questions are answered in one batch if the comparison and the method allow batches. In a batch with a
-        sparse method, questions share selections, so an answer depends on the other questions. Therefore such a batch
-        has all questions of the context with the same maximum answer length, also those whose answers are stored.
+        Several questions are answered in one batch if the comparison and the method allow batches. A batch has
+        questions with the same maximum answer length. With a sparse method, questions of a batch share selections, so
+        an answer depends on the other questions. Therefore questions whose answers are stored are asked again, too.
         """
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
@@ -393,7 +398,10 @@ class _Asking:
 
     @cached_property
     def _prefilled_once(self) -> set[Question]:
-        """The questions whose prefill is kept: the first ones, up to the maximum number of tokens."""
+        """The questions whose prefill is kept: the first ones, up to the maximum number of tokens.
+
+        Continuations are left out. The set is empty if questions do not attend densely.
+        """
         if not isinstance(self.comparison.question, Dense):
             return set()
         asked = [one for one in self.context.questions if not METRICS[one.metric].continuation]
@@ -402,7 +410,10 @@ class _Asking:
         return {one for one, total in zip(asked, tokens, strict=True) if total <= most}
 
     def _prefill(self, index: OpenIndex, questions: list[Question], show: Progress) -> None:
-        """Prefill questions with dense attention, and keep their rows for the answers of all variants."""
+        """Prefill those of the questions that are in `_prefilled_once`, and keep the result for later variants.
+
+        The questions attend densely. A question that has been prefilled before is left out.
+        """
         missing = [one for one in questions if one in self._prefilled_once and one not in self.prefilled]
         if not missing:
             return
@@ -448,13 +459,13 @@ class _Asking:
 
     @cached_property
     def _beside(self) -> str:
-        """Return a hash of the context's questions that are answered in batches."""
+        """Hash of the context's questions that can be answered in batches, and of their maximum answer lengths."""
         some = [one for one in self.context.questions if not METRICS[one.metric].continuation]
         ids = [self._question_ids[one].tolist() for one in some]
         return hash_json([ids, [self.comparison.longest(one) for one in some]])
 
     def _shares(self, question: Question, method: Method | None) -> bool:
-        """Whether the answer depends on the other questions of its batch.
+        """Whether the answer may depend on the other questions of its batch.
 
         An answer by dense attention and the score of a continuation do not depend on other questions.
         """
@@ -509,7 +520,7 @@ def _takes_steps(cache: IndexCache, tokens: int) -> bool:
     """Whether the KV fraction of an answer with `tokens` tokens is known.
 
     A sparse layer counts only decode steps, so the answer needs more than one token. If all layers are dense, the KV
-    fraction is always 1.
+    fraction is known to be 1.
     """
     return tokens > 1 or all(layer.read is None for layer in cache.stored_layers)
 
@@ -524,7 +535,7 @@ class Parts:
     work: Path
 
     def of(self, context: Context) -> Path:
-        """Return the folder of a context's answers. The path is equal in all runs, so a later run can resume."""
+        """Return the folder of a context's part. The path is the same in all runs, so a later run can resume."""
         return self.work / FOLDER / hash_json([context.name, context.task, context.length, context.text])[:16]
 
     def take(self, context: Context, answers: Answers) -> None:
@@ -538,7 +549,10 @@ class Parts:
                 answers.take_over(theirs)
 
     def finish(self, context: Context) -> None:
-        """Remove a context's part after its answers were copied. Its indices are moved to the evaluation's folder."""
+        """Remove a context's part, whose answers `take` must have copied.
+
+        Indices of the part are moved to the evaluation's folder, unless they are there already.
+        """
         part = self.of(context)
         for index in part.glob(f"{INDICES}/*"):
             kept = self.work / INDICES / index.name

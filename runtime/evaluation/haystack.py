@@ -1,4 +1,7 @@
-"""Generate RULER's tasks (arXiv 2404.06654): needles in haystacks, aggregation and variable tracking."""
+"""Generate RULER's tasks (arXiv 2404.06654) and two similar ones, `niah-facts` and `scbench-vt`.
+
+The tasks are needles in haystacks, aggregation and variable tracking.
+"""
 
 import random
 import re
@@ -79,7 +82,7 @@ NUMBERS_OF = (
 
 
 DIGITS = 7
-"""Digits of a number that is a value."""
+"""Number of digits of a needle's value, if the value is a number."""
 
 
 def things(number: int, random_numbers: random.Random) -> list[str]:
@@ -122,7 +125,10 @@ LEAST_SUGGESTED = 256
 
 @lru_cache(1)  # all contexts of a task need the sentences of the same text
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences, with white space collapsed. Sentences over 400 characters are cut between words."""
+    """Split a text into sentences, with white space collapsed.
+
+    Sentences over LONGEST_SENTENCE characters are cut, between words if possible.
+    """
     flat = " ".join(text.split())
     found = []
     for sentence in re.split(r"(?<=[.!?])\s", flat):
@@ -204,8 +210,8 @@ def depth_of(text: str, part: str) -> float:
 class Wording:
     """Templates of a task's introduction, needles, questions and answers, and the function that draws its keys.
 
-    `ask_one` is the question for a single value, and `one_is` the beginning of its answer. `ask_all` and `all_are` are
-    those for several values.
+    `ask_one` is the question for a single value, and `one_is` the beginning of the answer. `ask_all` and `all_are` are
+    the question for several values and the beginning of the answer.
     """
 
     introduction: str
@@ -255,7 +261,7 @@ def question_of(words: Wording, text: str, keys: list[str], hidden: dict[str, li
     Args:
         text: the context, in which the needles are.
         hidden: the values of each key.
-        tokens: maximum number of answer tokens of a value.
+        tokens: maximum number of answer tokens for each value.
     """
     answers = tuple(value for key in keys for value in hidden[key])
     query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
@@ -324,11 +330,11 @@ LEAST_NEEDLE = 8
 @dataclass(frozen=True)
 class NeedlesAlone(DrawnTask):
     """A needle task without other text: each line of the context gives a value to a key, as in RULER's multi-key 2 and
-    3. The questions ask for the values of evenly spread lines, or of those at the request's depths.
+    3. The questions ask for the values of evenly spread lines, or of the lines nearest to the request's depths.
 
     Attributes:
         values: draws the values of the keys.
-        tokens: maximum number of answer tokens of a value.
+        tokens: maximum number of answer tokens for a value.
     """
 
     options = ("--depth",)
@@ -402,7 +408,7 @@ ZETA = 1.6449340668482264  # zeta(ALPHA), which normalises the frequencies
 class CommonWords(DrawnTask):
     """Lists words, of which ten are common. A common word occurs 30 times, and any other word 3 times.
 
-    In a list below LONG tokens a common word occurs 6 times, and any other word once.
+    If the requested length is below LONG tokens, a common word occurs 6 times, and any other word once.
     """
 
     def draw(self, request: Request, number: int) -> Context:
@@ -468,7 +474,7 @@ MAX_NEW_TOKENS = 30
 class VariableTracking(DrawnTask):
     """Hides chains of variable assignments, of four hops. Each question asks for the variables of another chain.
 
-    A chain's assignments are in order.
+    The assignments of a chain are in order, with text and other chains between them.
 
     Attributes:
         chains: minimum number of chains of a context. A context has at least one chain for each question.

@@ -24,8 +24,8 @@ DEFAULT_TASKS, PAIRS_TASKS, DEFAULT_LENGTH = ["niah-facts"], ["qa"], 4096
 class Inputs:
     """A text with the tasks to generate from it, or published contexts. `read` checks the inputs without a model.
 
-    `request` is passed to each task. Its length and its token counter are set later, for each of `lengths`. With
-    `turns` the questions of a context are the turns of a conversation.
+    `request` is passed to each task, with the model's token counter and with each of `lengths` in turn. With `turns`
+    the questions of a context are the turns of a conversation.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Inputs:
         """Read the inputs.
 
         Raises:
-            UsageError: options contradict each other or have no effect, a number is out of range, a task does not exist
-                or lacks its text, the document is an index, or a file cannot be read or has another format.
+            UsageError: options contradict each other or have no effect; a number is out of range; a task does not exist
+                or lacks its text; the document is an index; or a file cannot be read or has another format.
         """
         if document is not None and data is not None:
             raise UsageError("give either a text to make tasks from, or --data FILE with --format")
@@ -108,7 +108,10 @@ def _refuse_index(document: str | None) -> None:
 
 
 def work_folder(document: str | None, data: str | None, given: Path | None) -> Path:
-    """Return the evaluation's work folder; raise UsageError if the input has no file name to derive it from."""
+    """Return the evaluation's work folder: `given`, or else the input's file name with the ending .eval.
+
+    Without an input file the name is GENERATED. Raises UsageError if `given` is None and the input has no file name.
+    """
     if given is None and document == "-":
         raise UsageError("a text from standard input has no name: name a folder with --work")
     name = Path(data or document or GENERATED).name
@@ -120,11 +123,11 @@ def work_folder(document: str | None, data: str | None, given: Path | None) -> P
 def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
     """Generate the contexts of all tasks at all lengths, or return the first published contexts of each task.
 
-    Published contexts that are too long are shortened.
+    Published contexts that are too long are shortened. Without `lengths`, contexts are generated at DEFAULT_LENGTH.
 
     Raises:
-        UsageError: as `Task.make` for a generated context; the answer to a published question would be cut out; turns
-            are requested, and no context has two questions, or questions have no expected answers.
+        UsageError: the answer to a published question would be cut out; or turns are requested, and no context has two
+            questions, or questions have no expected answers. Also raises the errors of `Task.make` and `question_ids`.
     """
     if inputs.published:
         kept = _first_of_each_task(inputs.published, inputs.request.contexts)
@@ -154,7 +157,7 @@ def _asked(context: Context, inputs: Inputs) -> Context:
 
 
 def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
-    """Return a line for each context with the user's own questions that does not have the whole input text."""
+    """Return a line for each context that has the user's own questions, but not the whole input text."""
     request = replace(inputs.request, count=comparison.count)
     asked = [context for context in contexts if request.pairs and "--pairs" in choose_task(context.task).options]
     return [line for context in asked if (line := cut_note(context, request, inputs.name))]
@@ -168,10 +171,10 @@ def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Con
 
 
 def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
-    """Cut out a context's middle if the context exceeds the requested length or does not fit the model.
+    """Cut out a context's middle if the context exceeds the smallest of `lengths` or does not fit the model.
 
     Raises:
-        UsageError: the cut would remove the answer to a question.
+        UsageError: the cut would remove the answer to a question. Also raises the errors of `question_ids`.
     """
     room = comparison.room(context)
     limit = min([*inputs.lengths, *([] if room is None else [room])], default=None)
@@ -188,7 +191,7 @@ def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
 
 
 def _is_cut_out(question: Question, context: Context, short: Context) -> bool:
-    """Whether the answer's only known position is in the middle that was cut out of the context."""
+    """Whether the cut removed at least a part of the answer at the answer's only known position."""
     if question.depth is None or short.text == context.text:
         return False
     first, half = round(question.depth * len(context.text)), len(short.text) // 2

@@ -1,4 +1,4 @@
-"""Metrics: score an answer from 0 to 1 by the benchmarks' published rules."""
+"""Metrics of answers: scores from 0 to 1 by benchmarks' published rules, similarity to dense attention, perplexity."""
 
 import math
 import re
@@ -18,7 +18,7 @@ ScoreFunction = Callable[[str, Question], float]
 
 @dataclass(frozen=True)
 class Metric:
-    """A score of one answer. Reports apply `summary` to the mean of the scores and show it in `unit`.
+    """A score of one answer. Reports apply `summary` to the mean of the scores and show the result in `unit`.
 
     With `continuation` no answer is generated. The expected text is scored by its mean negative log-likelihood per
     token, in nats. With `every`, a right answer has all expected strings; otherwise, any one of them is a right answer.
@@ -76,7 +76,7 @@ def classification(answer: str, question: Question) -> float:
     """Compute LongBench's classification score of the answer's first line.
 
     The score is 1 / the number of labels in the line if the expected label is one of these labels, else 0. A label that
-    is only a part of the expected label does not count.
+    is only a part of the expected label does not count. Returns the highest score among the expected labels.
     """
     line = first_line(answer)
     return max(_class(line, expected, question.classes) for expected in question.answers)
@@ -104,9 +104,9 @@ def _share_of_numbers(answer: str, expected: str) -> float:
 
 
 def code_similarity(answer: str, question: Question) -> float:
-    """Compute LongBench's code score: edit similarity of the first line that is neither a comment nor Markdown.
+    """Compute LongBench's code score: the edit similarity of one line of the answer to the most similar expected line.
 
-    The score is that of the most similar expected line.
+    The line is the first one without a backtick, # or //, which are signs of Markdown and of comments.
     """
     lines = answer.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
@@ -139,11 +139,11 @@ def _is_number(found: str, expected: str) -> bool:
 
 
 def option(answer: str, question: Question) -> float:
-    """Compute SCBench's score of a multiple choice. The expected answers are the option's text and its letter.
+    """Compute SCBench's score of a multiple choice: 1 or 0. The expected answers are the option's text and its letter.
 
-    These rules apply in turn, and the first that applies decides: the answer begins with a letter A to D; it is an
-    expected answer; it has a phrase such as "answer is", after which an expected answer must follow; it has a word of
-    letters A to D.
+    The first of these rules that applies decides. If the answer begins with a letter A to D, the letter must be
+    expected. An answer that is an expected answer scores 1. If the answer has a phrase such as "answer is", an expected
+    answer must follow the phrase. Otherwise the first word of letters A to D must be expected.
     """
     text = answer.strip()
     if text[:1] in tuple("ABCD"):

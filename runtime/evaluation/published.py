@@ -33,9 +33,10 @@ _ARTICLE = (
 
 @dataclass(frozen=True)
 class Dataset:
-    """A published dataset: a prompt with the placeholders {context} and {input}, the answer's length and the metric.
+    """A published dataset: a prompt with placeholders such as {context} and {input}, and the metric of answers.
 
-    With `bare`, no chat template is used, because the prompt ends with few-shot examples or code to continue.
+    `max_new_tokens` is the largest number of tokens of an answer. With `bare`, no chat template is used, because the
+    prompt ends with few-shot examples or code to continue.
     """
 
     prompt: str
@@ -141,7 +142,10 @@ CONTINUATION_TOKENS = 64
 
 
 def ask(question: str, answers: tuple[str, ...], text: str, metric: str = "f1") -> Question:
-    """Create a question about a document. Its depth is the position of the first expected answer found in the text."""
+    """Create a question about the document `text`.
+
+    The question's depth is the position of the first of the expected answers that is in the text; None if none is.
+    """
     found = next((answer for answer in answers if answer and answer in text), None)
     return Question(
         text=f"{INSTRUCTION}\n\nQuestion: {question}",
@@ -250,7 +254,10 @@ LONG_ANSWER_TOKENS = 300
 
 
 class LongAnswer(DrawnTask):
-    """Cuts windows out of the text, and makes requests for long answers, which are compared with dense attention's."""
+    """Cuts windows out of the text, and asks for long answers about each window.
+
+    Each answer is compared with the answer of dense attention.
+    """
 
     def draw(self, request: Request, number: int) -> Context:
         if request.asked() > len(OPEN_REQUESTS):
@@ -310,7 +317,9 @@ CHOICES = (
 
 
 def read_published(file: str, form: str) -> list[Context]:
-    """Read the contexts of a jsonl file, one per line. Only those of `prefixqa` and `scbench` have several questions.
+    """Read the contexts of a jsonl file, one per line.
+
+    Only contexts in the formats `prefixqa` and `scbench` can have several questions.
 
     Raises:
         UsageError: the format is unknown, the file is unreadable or empty, or a line does not have the format.
@@ -387,7 +396,7 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
 def _strings(value: Any) -> tuple[str, ...]:
     """Return the answers as strings. Empty answers are left out, because every text contains an empty string.
 
-    Raises ValueError if there is no answer, or an answer is neither a text nor a number.
+    Raises ValueError if no answer is left, or if an answer is a JSON object or list.
     """
     given = value if isinstance(value, list) else [value]
     if nested := next((one for one in given if isinstance(one, dict | list)), None):
@@ -515,8 +524,9 @@ SCBENCH = {
         "match-part",
     ),
 }
-"""SCBench's sets, with the prompts and metrics of its code. Beside `input` and `context`, a prompt has placeholders for
-the first request (`first`), the number that a request asks for (`target`) and the options of a choice."""
+"""SCBench's sets, with the prompts and metrics of SCBench's code. Beside `input` and `context`, a prompt may have
+placeholders for the first request (`first`), the number that a request asks for (`target`), and the options of a
+choice (`A` to `D`)."""
 
 REPOQA = "its answers are functions, which are compared by parsers of six programming languages"
 UNREAD = {
@@ -532,7 +542,8 @@ UNREAD = {
 def _scbench(record: Record, line: Line) -> Context:
     """Read a context with its requests. The field `dataset`, or else the file's name, is the name of the set.
 
-    Raises ValueError or TypeError if the set is not read here, or if a field is empty or has another type.
+    Raises ValueError if the set is not read here or a field is empty, TypeError if a field has another type, and
+    UsageError if a turn cannot be read.
     """
     name = str(record.get("dataset", Path(line.file).stem))
     if name in UNREAD:

@@ -40,14 +40,14 @@ class ItemList(DrawnTask):
 
     @abstractmethod
     def items(self, most: int, drawn: random.Random) -> list[str]:
-        """Draw `most` items."""
+        """Draw `most` items, or fewer if there are not as many different items."""
 
     @abstractmethod
     def questions(self, items: list[str], request: Request, drawn: random.Random) -> list[Question]:
         """Make the requested number of questions about the document's items.
 
         Raises:
-            UsageError: the document has too few items, or the task has fewer questions.
+            UsageError: the document has too few items, or the task has fewer questions than requested.
         """
 
     def asked_items(self, items: list[str], request: Request, drawn: random.Random) -> list[str]:
@@ -96,7 +96,7 @@ class KeyValues(ItemList):
 
 
 ENDS, MIDDLE = 4, 8
-"""Letters of the prefix or suffix of a string, and letters between them."""
+"""Number of letters of a string's prefix or suffix, and number of letters between prefix and suffix."""
 
 
 class PrefixesSuffixes(ItemList):
@@ -142,7 +142,7 @@ RANKS = {
     "third largest": -3,
     "third smallest": 2,
 }
-"""Index in the sorted list of each number that a question asks for."""
+"""Index in the sorted list of each number, except the median, that a question can ask for."""
 LARGEST = 999_999
 
 
@@ -214,7 +214,7 @@ class ManyShot(ItemList):
         ]
 
     def _unseen(self, nouns: list[str], asked: int, shown: set[str], drawn: random.Random) -> list[str]:
-        """Draw things that are not among those shown, with as many different nouns as there are."""
+        """Draw `asked` things that are not in `shown`. No noun occurs again before all nouns have occurred."""
         drawn.shuffle(nouns)
         things: list[str] = []
         while len(things) < asked:

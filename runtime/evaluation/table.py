@@ -53,10 +53,10 @@ def paired_difference(
     Each bootstrap replicate draws the same questions for both means, so that a question's difficulty cancels.
 
     Args:
-        summary: increasing function of a mean. The difference is that of its values for the two means.
+        summary: increasing function that is applied to each of the two means before the difference is taken.
 
     Raises:
-        ValueError: the scores are not for the same questions.
+        ValueError: `scores` and `baseline` differ in the number of contexts, or of questions of a context.
     """
     if [len(one) for one in scores] != [len(one) for one in baseline]:
         raise ValueError("paired scores must be of the same questions")
@@ -152,7 +152,7 @@ class Answers:
         """Write an answer to disk at once (fsync). `told` has additional fields, for people who read the file.
 
         Raises:
-            SparsekvError: the disk is full or gone.
+            SparsekvError: the file cannot be written, for example because the disk is full.
         """
         self._append(json.dumps({"key": key, **asdict(given), **told}, ensure_ascii=False).encode() + b"\n")
         self.known[key] = given
@@ -161,7 +161,7 @@ class Answers:
         """Copy the answers that only the folder of `other` has. Both folders must be open.
 
         Raises:
-            SparsekvError: the disk is full or gone.
+            SparsekvError: the file cannot be written, for example because the disk is full.
         """
         assert other._file is not None
         other._file.seek(0)
@@ -214,7 +214,7 @@ class Variant:
     budget: Budget | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the fields of a table row. The budget is an int (tokens) or a float (share of the document)."""
+        """Return the variant's fields of a table row. A budget is an int (tokens) or a float (share of the middle)."""
         return {**asdict(self), "budget": None if self.budget is None else self.budget.value}
 
 
@@ -235,7 +235,7 @@ class Result:
 
     @property
     def score(self) -> float:
-        """Score of the answer by the question's metric; for a continuation its loss in nats."""
+        """Score of the answer by the question's metric; for a continuation, the mean loss per token in nats."""
         if self.given.loss is not None:
             return self.given.loss
         return METRICS[self.question.metric].score(self.given.text, self.question)
@@ -270,10 +270,13 @@ class Score:
     `turn` is the number of the turn, from 1, whose questions are scored; None for the questions of all turns, and for
     questions that are not turns.
 
-    `difference` is the score minus the score of dense attention; None for dense attention itself. Bounds are None if
-    there is one question. `same_as_dense` is the percentage of answers whose text is that of dense attention's answer;
-    None for dense attention itself and for continuations. `length` is the requested number of tokens. `tokens` is the
-    mean number of tokens of the contexts. A context has only whole sentences, so it may be shorter than `length`.
+    `difference` is the score minus that of the baseline, which is dense attention with the first prefill; None for the
+    baseline itself. Bounds are None if there is one question. `same_as_dense` is the percentage of answers with the
+    same text as the baseline's answers; None for the baseline itself and for continuations.
+
+    `length` is the requested number of tokens; None for published contexts. `tokens` is the mean number of tokens of
+    the contexts. A context may be shorter than `length`, because it has only whole sentences, words or items.
+    `kv_fraction` and `seconds` are means over the answers. An unknown KV fraction is left out.
     """
 
     task: str
@@ -331,7 +334,10 @@ def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
 
 
 def expecting_dense(results: Sequence[Result]) -> list[Result]:
-    """Return the results, with dense attention's answer as the expected one if the metric compares answers with it."""
+    """Set the expected answer of results whose metric is `of_dense` to dense attention's answer to the question.
+
+    With several prefills, the expected answer is that of dense attention with the first prefill.
+    """
     dense: dict[tuple[Context, Question], str] = {}
     for result in results:
         if result.way.budget is None:
@@ -397,7 +403,7 @@ def _group(group: list[Result], turn: int | None, seed: int) -> list[Score]:
 
 
 def _same_texts(results: list[list[Result]], others: list[list[Result]]) -> float:
-    """Return the percentage of answers with the text of the other answer to the same question."""
+    """Return the percentage of questions whose answers in `results` and `others` have the same text."""
     pairs = zip(chain.from_iterable(results), chain.from_iterable(others), strict=True)
     return 100 * _mean([one.given.text == other.given.text for one, other in pairs])
 
@@ -413,7 +419,7 @@ def _shared(ways: list[dict[Context, dict[Question, Result]]]) -> dict[Context, 
 
 
 def cells(results: Iterable[Result]) -> list[Cell]:
-    """Compute the mean score of each variant on the questions of each task, length and depth.
+    """Compute the mean score of each variant on the questions of each task, length and depth, in the metric's unit.
 
     Questions without a depth, and questions about published contexts, which have no length, are left out.
     """

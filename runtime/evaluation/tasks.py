@@ -23,9 +23,10 @@ class Question:
         answers: the expected answers. For a `continuation` metric: the text that follows the document. Empty for a
             metric whose expected answer is that of dense attention.
         metric: name in `metrics.METRICS`.
-        max_new_tokens: largest number of tokens of an answer.
+        max_new_tokens: largest number of tokens of an answer, or of the continuation that is scored.
         prefix: beginning of the answer, which the model continues.
-        depth: position of the answer in the document, from 0 to 1; None if the answer has no single position.
+        depth: position of the answer, or of its needle, as a share of the document's characters; None if there is no
+            single or no known position.
         classes: labels of a classification.
         earlier: in a conversation, the questions of the turns before this one.
     """
@@ -42,7 +43,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Context:
-    """One document with the questions about it. The document is indexed once for all its questions.
+    """One document with the questions about it. An index of the document serves all its questions.
 
     `length` is the requested number of tokens, or None for a document of published data. With `bare` no chat template
     is used.
@@ -69,7 +70,7 @@ class Request:
     `text` is the text from which contexts are made, and `count` returns the number of tokens of a text. `pairs` are the
     user's questions about the text with their answers. If `questions` is None, a context has five questions, or for
     tasks with pairs, all pairs. Needles are placed at each of `depths`, from 0 to 1, in turn; without `depths`, evenly.
-    Raises UsageError for a number below 1, and for a depth outside 0 to 1.
+    Raises UsageError for a depth outside 0 to 1, and for a length or number of contexts or questions below 1.
     """
 
     text: str
@@ -95,7 +96,7 @@ class Request:
         return QUESTIONS if self.questions is None else self.questions
 
     def depth(self, number: int, of: int) -> float:
-        """Return the depth, from 0 to 1, of needle `number` of `of` needles. Numbers count from 0."""
+        """Return the depth, from 0 to 1, of the needle with index `number` among `of` needles."""
         return self.depths[number % len(self.depths)] if self.depths else (number + 0.5) / of
 
 
@@ -103,8 +104,8 @@ class Task(ABC):
     """Generates the contexts and questions of one kind of task.
 
     Attributes:
-        options: options of `eval` that this task reads and that have no effect on a task without them.
-        needs_text: whether contexts are made from the request's text. Otherwise they are generated.
+        options: options of `eval` that only some tasks read, among them this task.
+        needs_text: whether contexts are made from the request's text. Otherwise they are generated without a text.
     """
 
     options: ClassVar[tuple[str, ...]] = ()

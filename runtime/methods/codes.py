@@ -1,7 +1,8 @@
 """Decoding with the method `codes`: tokens are selected by product-quantisation codes of keys.
 
-The codes of all keys are scanned, or only the codes of the keys in the best clusters. The clusters' centroids, with
-fitted masses and values, represent the tokens that are not selected. One softmax covers selected tokens and centroids.
+The codes of all keys are scanned, or only the codes of the keys in the best clusters. With `replace`, the clusters'
+centroids, with fitted masses and values, represent the tokens that are not selected. One softmax covers selected tokens
+and centroids.
 """
 
 import math
@@ -48,7 +49,10 @@ PIECE = 32  # largest number of a question's tokens that share a selection
 @methods.register("codes")
 @dataclass(frozen=True)
 class Codes(Method):
-    """Ranks all keys, or the keys of the best clusters, by their codes; centroids represent the tokens not selected."""
+    """Ranks all keys, or the keys of the best clusters, by their codes.
+
+    With `replace`, centroids represent the tokens that are not selected.
+    """
 
     needs_index: ClassVar[bool] = True
     learns_queries: ClassVar[bool] = True
@@ -87,12 +91,12 @@ class Codes(Method):
         return describe_clusters(context.tensors, context.keys, values, context.first_token, biggest)
 
     def prepare(self, context: MiddleContext) -> "CodesSelector":
-        """Create the selector of a layer. Allocates the codebooks in float32 and each token's cluster.
+        """Create the selector of a layer. Allocates the codebooks in float32, and two int64 per token and head.
 
-        With `scan` 1, the first step may also allocate a second copy of the codes: in int32 on a CPU, or for GPU
-        kernels with the clusters in int16 or int32. A selection without kernels allocates the logits of the scanned
-        keys a few times. A selection with kernels allocates one byte per token, and one byte per token and query if
-        several queries select separately.
+        With `scan` 1, the first step may also allocate a second copy of the codes. On a CPU this copy is in int32. On a
+        GPU it has the kernels' layout, and each token's cluster is copied to int16 or int32. A selection without
+        kernels allocates the logits of the scanned keys a few times. A selection with kernels allocates one byte per
+        token, and one byte per token and query if several queries select separately.
         """
         return CodesSelector(context, self)
 
@@ -147,10 +151,10 @@ class CodesSelector(Selector):
         return True
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the tokens of highest estimated probability; with re-ranking, of highest exact probability.
+        """Select the tokens of highest estimated probability; with re-ranking, the best candidates by exact logits.
 
-        Reads the centroids of all clusters. By default a decode step on a CPU with numba does not call this method,
-        because `attend_fused` selects too.
+        Reads the centroids of all clusters, unless the budget is the whole middle. A decode step on a CPU that is
+        neither measured nor prefetched calls `attend_fused` instead, if the compiled step supports the query.
         """
         tokens = budget.tokens(self.middle)
         if tokens == self.middle:
@@ -220,11 +224,15 @@ class CodesSelector(Selector):
         return query.dtype == torch.float32 and not query.is_cuda and self.step_codes.compiled is not None
 
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
-        """Estimate the log-sum-exp [Hk, G, Q] of the logits on all tokens from the clusters' logits [Hk, G, Q, C]."""
+        """Compute the log-sum-exp [Hk, G, Q] of each query's logits on all rows.
+
+        The part of the middle is estimated from the clusters' logits [Hk, G, Q, C]. The part of the rows that are
+        always attended to is exact.
+        """
         return torch.logaddexp((logits + self.log_masses[:, None, None]).logsumexp(-1), queries.exact_logsumexp())
 
     def _choose_compiled(self, queries: Queries, tokens: int) -> torch.Tensor | None:
-        """Select tokens [Hk, Q, K] for each query with the compiled step; None if it does not support the queries.
+        """Select tokens [Hk, Q, K] for each query with the compiled step; None if it does not support these queries.
 
         The step processes one query after another, each on all cores. Torch's look-ups for several queries would take
         many times as long.
@@ -259,7 +267,7 @@ class CodesSelector(Selector):
         )
 
     def _read(self, scanned: int, more: int) -> float:
-        """Return the number of D-sized rows that a selection reads from the index, plus `more` keys."""
+        """Return the number of D-sized rows per head that a selection reads from the index, plus `more` keys."""
         clusters = (2 if self.replace else 1) * self.counts.shape[1]
         return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
 
@@ -267,7 +275,10 @@ class CodesSelector(Selector):
         return attention_logits(query, keys, *self.facts.scaling)
 
     def _members(self, scores: torch.Tensor, wanted: int) -> torch.Tensor:
-        """Return the tokens [Hk, Q or 1, wanted] of the clusters of highest score [Hk, Q or 1, C]."""
+        """Return the first `wanted` tokens [Hk, Q or 1, wanted] of all clusters, in descending order of cluster score.
+
+        `scores` [Hk, Q or 1, C] has the scores of the clusters.
+        """
         order = scores.argsort(-1, descending=True)
         of_each = [one[:, None].expand_as(order).gather(-1, order) for one in (self.starts, self.counts)]
         rows, _ = expand_runs(of_each[0], fill_budget(of_each[1], wanted), wanted)

@@ -4,9 +4,9 @@ In each subspace, the query reads the posting list of its nearest centroid. The 
 estimate the logits, and the best keys are attended to.
 
 There are three differences from the paper by default. In the paper, a key that is not in a list scores 0 in the list's
-subspace, which is more than a listed key with a negative score. Here the key scores the mean over all keys that are not
-in the list. Each subspace's scores are multiplied by the query's projection on the centroid. More candidates than the
-budget are read, and re-ranked by exact logits.
+subspace, which is more than a listed key with a negative score. Here it gets the mean score of all keys that are not
+in the list. Each subspace's scores are multiplied by the query's projection on the centroid. The keys of more
+candidates than the budget are read, and re-ranked by exact logits.
 """
 
 from dataclasses import dataclass, field
@@ -82,7 +82,7 @@ class CSAttention(Method):
         check_at_least_one(self, "step", "buffer")
 
     def prepare(self, context: MiddleContext) -> TableSelector:
-        """Create the selector of a layer. Refers to the centroids and all M keys; copies those on another device.
+        """Create the selector of a layer. Loads the keys, and allocates the centroids in float32.
 
         The posting lists are not copied. Each append allocates new lists, and the first append also copies the keys. On
         a GPU, posting lists over 16,384 keys or more are also stored by token, unless appending or backoff is on. The

@@ -19,5 +19,8 @@ class KeyDiff(Method):
     """Keeps the tokens whose keys have the lowest cosine with the mean direction."""
 
     def prepare(self, context: MiddleContext) -> KeptTokens:
-        """Create the selector of a layer. Allocates one int64 per token and head, and the keys in float32 meanwhile."""
+        """Create the selector of a layer.
+
+        Allocates one int64 per token and head, and temporarily up to two copies of the keys in float32.
+        """
         return KeptTokens(ranking(keydiff_scores(context.keys)))

@@ -1,7 +1,8 @@
 """LessIsMore (arXiv 2508.07101): like TidalDecode, with one selection for all heads that includes recent tokens.
 
-A quarter of the budget goes to the most recent tokens. The rest of the budget is filled from the rankings of all query
-heads in turn: the best token of each head, then the second best token of each head, and so on. Each token counts once.
+By default, a quarter of the budget goes to the most recent tokens. The rest of the budget is filled from the rankings
+of all query heads in turn: the best token of each head, then the second best token of each head, and so on. Each token
+counts once.
 
 There are two differences from the published code. The most recent tokens are the middle's last tokens, because the tail
 is always attended to. Recent tokens are removed after the heads' rankings are merged, not before, so that one merged
@@ -23,7 +24,7 @@ from sparsekv.runtime.selection.token_choice import LayerSharing, SharingSelecto
 @methods.register("lessismore")
 @dataclass(frozen=True)
 class LessIsMore(LayerSharing):
-    """Attends to tokens that an earlier layer chose by merging the rankings of all its heads."""
+    """Attends to recent tokens and to the tokens that an earlier layer ranks highest by merging all heads' rankings."""
 
     merges_heads: ClassVar[bool] = True
     recent_share: float = field(
@@ -38,7 +39,7 @@ class LessIsMore(LayerSharing):
     def prepare(self, context: MiddleContext) -> "LessIsMoreSelector":
         """Create the selector of a layer.
 
-        A selection in a ranking layer allocates a few tensors of the size of the query heads' logits of all M keys.
+        A selection in a ranking layer allocates a few tensors of the size of all query heads' logits on all M keys.
         """
         return LessIsMoreSelector(self, context, self.recent_share)
 

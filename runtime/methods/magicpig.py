@@ -3,11 +3,11 @@
 The hash is SimHash: the K bits of a code are the signs of K random projections. Each of L tables has its own
 projections. The head's mean key is subtracted from the keys before hashing. A query head samples a token if the codes
 of query and key are equal in at least two of the L tables. The probability of sampling is u = 1 - (1 - p^K)^L - L p^K
-(1 - p^K)^(L - 1) with p = 1 - angle / pi. Subtracting log u from the token's logit makes numerator and denominator of
-the attention unbiased. Each query head samples its own tokens, and the group reads their union. A head gives weight 0
-to tokens that it did not sample. If more tokens are sampled than the budget allows, the tokens with the most collisions
-over the group are kept. This makes the estimate biased. If the budget is the whole middle, all tokens are attended to
-exactly.
+(1 - p^K)^(L - 1). Here p = 1 - angle / pi, for the angle between query and key. Subtracting log u from the token's
+logit makes numerator and denominator of the attention unbiased. Each query head samples its own tokens, and the group
+reads their union. A head gives weight 0 to tokens that it did not sample. If more tokens are sampled than the budget
+allows, the tokens with the most collisions over the group are kept. This makes the estimate biased. If the budget is
+the whole middle, all tokens are attended to exactly.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from sparsekv.runtime.selection.registry import methods
 
 MOST_BITS = 15  # a code is a non-negative int16
 LARGEST_SEED = 2**31 - 1
-LAYERS_APART = 1_000_003  # added to the seed for each layer; the generator uses the last 32 bits of a seed
+LAYERS_APART = 1_000_003  # added to the seed for each layer, whose projections must differ; a seed has 32 bits
 TABLES_AT_ONCE = 8  # tables per matrix product; the product with one table's K columns would be slow
 
 
@@ -106,7 +106,10 @@ class HashSelector(Selector):
         return found
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the sampled tokens, up to the budget, with their log-weights."""
+        """Select the sampled tokens, up to the budget, with their log-weights.
+
+        If the budget is the whole middle, select all tokens, without log-weights.
+        """
         tokens, together = budget.tokens(self.keys.shape[1]), (1, 2) if queries.joint else 1
         found = self.collisions(queries.query)
         drawn = found >= 2

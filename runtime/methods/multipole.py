@@ -1,6 +1,7 @@
 """Decoding with Multipole Attention (arXiv 2506.13059, section 3).
 
-Queries attend to the tokens of the best clusters, and to the centroids of all other clusters.
+Queries attend to the tokens of the best clusters, and to the centroids of all other clusters. Without `replace`,
+queries do not attend to centroids.
 
 Each token counts once: individually, or through the centroid of its cluster. A cluster i of N_i tokens with key
 centroid Kc_i and value centroid Vc_i adds N_i exp(q Kc_i) Vc_i to the numerator and N_i exp(q Kc_i) to the denominator
@@ -27,7 +28,7 @@ from sparsekv.runtime.selection.registry import methods
 @methods.register("multipole")
 @dataclass(frozen=True)
 class Multipole(ClusterMethod):
-    """Selects clusters of keys by their centroids; the other clusters are replaced by their centroids."""
+    """Selects clusters of keys by their centroids; with `replace`, centroids represent the other clusters."""
 
     replace: bool = field(
         default=True, metadata={"help": "Attend to centroids instead of the clusters that are not selected."}
@@ -55,7 +56,11 @@ class Multipole(ClusterMethod):
         check_at_least_one(self, "buffer")
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Create the selector of a layer. Refers to the centroids and counts of all levels, and to the token order."""
+        """Create the selector of a layer.
+
+        Refers to the centroids and counts of all levels. Allocates the token order in int64, and a few numbers per
+        cluster.
+        """
         clustering = BlockClustering.from_parameters(context.parameters) if self.stream and context.parameters else None
         return ClusterSelector(
             context,
@@ -68,7 +73,7 @@ class Multipole(ClusterMethod):
         )
 
     def windowed_rope(self, context: MiddleContext) -> WindowedRope | None:
-        """Return the query rotation for clusters of keys with RoPE undone; None if keys were clustered with RoPE."""
+        """Return the query rotation for clusters of keys with RoPE undone; None: the keys were clustered with RoPE."""
         return None
 
     def replaces(self) -> bool:

@@ -17,7 +17,7 @@ from sparsekv.runtime.selection.registry import methods
 @methods.register("multipole-windowed")
 @dataclass(frozen=True)
 class WindowedMultipole(Multipole):
-    """Selects clusters by key content, independently of position."""
+    """Selects clusters by the centroids of keys with RoPE undone, independently of position."""
 
     rope_distance: int = field(
         default=1024, metadata={"help": "Clusters are scored as if their keys were this many tokens before the query."}

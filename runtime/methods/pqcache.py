@@ -2,7 +2,7 @@
 
 A query's products with all centroids form a lookup table. A key's estimated logit is the sum of the entries for its
 codes (asymmetric distance computation). The best keys by this estimate are attended to. With re-ranking, more
-candidates than the budget are first compared by exact probability.
+candidates than the budget are chosen by the estimate, and the best of them by exact logits.
 """
 
 import math
@@ -30,7 +30,7 @@ from sparsekv.runtime.selection.token_choice import check_rerank, group_probabil
 @methods.register("pqcache")
 @dataclass(frozen=True)
 class PQCache(Method):
-    """Ranks all keys by their codes and the codebooks."""
+    """Ranks all keys by logits that are estimated from codes and codebooks."""
 
     needs_index: ClassVar[bool] = True
     rerank: float = field(
@@ -57,8 +57,8 @@ class PQCache(Method):
 class PQSelector(Selector):
     """Makes one selection for all query heads of a KV head, by estimated logits.
 
-    `codes` [Hk, M, m] uint8 are the centroids of M tokens in m subspaces. `codebooks` [Hk, m, C, D / m] are the C
-    centroids of each subspace.
+    `codes` [Hk, M, m] uint8 are indices of the M tokens' centroids in m subspaces. `codebooks` [Hk, m, C, D / m]
+    float32 are the C centroids of each subspace.
     """
 
     def __init__(self, context: MiddleContext, rerank: float):
@@ -80,7 +80,7 @@ class PQSelector(Selector):
         return softcapped(logits, self.facts.softcap)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the tokens of highest estimated probability; with re-ranking, of highest exact probability."""
+        """Select the tokens of highest estimated probability; with re-ranking, the best candidates by exact logits."""
         logits, tokens = self.estimates(queries.query), budget.tokens(self.codes.shape[1])
         scores = group_probability(logits, queries)
         candidates = min(scores.shape[-1], math.ceil(tokens * self.rerank))

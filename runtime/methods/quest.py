@@ -46,7 +46,7 @@ class QuestSelector(Selector):
 
     `extremes` [Hk, P, 2 D] has, for each of the P pages, the maximum of each key channel, and then the minimum of each
     channel. The bound of a page is an inner product: the maxima times the query's positive part, plus the minima times
-    its negative part.
+    the query's negative part.
     """
 
     def __init__(self, method: Quest, context: MiddleContext):
@@ -66,9 +66,9 @@ class QuestSelector(Selector):
         return attention_logits(_by_sign(query), self.extremes, *self.facts.scaling)
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select the best pages by a softmax in which each token has the bound of its page as its logit.
+        """Select the best pages, the last of them in part, by a softmax in which a token's logit is its page's bound.
 
-        The softmax is averaged over the query heads, and over the queries if they share a selection.
+        The softmax is averaged over the query heads of a KV head, and over the queries if they share a selection.
         """
         tokens = budget.tokens(self.middle)
         if queries.query.is_cuda and queries.query.shape[2] == 1 and self.middle <= MOST_TOKENS:

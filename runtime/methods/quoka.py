@@ -2,8 +2,9 @@
 
 QuoKA reads every key.
 
-The tokens of a question share one selection. It uses only the few of their queries that are least similar to the mean
-query, as QuoKA does for a chunk of a document's prefill. In a decode step, the selection uses the step's only query.
+The tokens of a question share one selection. By default the selection uses only the few queries that are least similar
+to the question's mean query, as QuoKA does for a chunk of a document's prefill. In a decode step, the selection uses
+the step's only query.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from sparsekv.runtime.selection.token_choice import top_tokens
 @methods.register("quoka")
 @dataclass(frozen=True)
 class Quoka(QuokaOptions, Method):
-    """Ranks keys by their cosine with the queries, averaged over the group."""
+    """Ranks keys by their similarity to the queries, by default the cosine, averaged over the group."""
 
     reads_all_keys: ClassVar[bool] = True
 

@@ -96,7 +96,7 @@ class SnapKVSelector(KeptTokens):
         self.order, self.version = self.document_order, self.version + 1
 
     def graph_state(self) -> int:
-        """Return a version that changes with each question, because each question has another ranking tensor."""
+        """Return a version that changes whenever the ranking does, because each ranking is another tensor."""
         return self.version
 
 

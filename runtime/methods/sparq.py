@@ -5,10 +5,10 @@ the same channels. Estimates are multiplied by the softmax scale and divided by 
 channels|_1 / |q|_1).
 
 The paper adds the mean of all values with the weight 1 - alpha, the estimated attention to the tokens not selected.
-Here the mean key and value are one more row of the softmax, so that its weight can differ between the query heads of a
-KV head. The row has one log-weight for all these heads: the mean of the log-weights with which each head would give the
-row the weight 1 - alpha. With one query head per KV head, the result is that of the paper, except that alpha includes
-the rows that are always attended to (sinks, tail, new tokens).
+Here, with `mean_value`, the mean key and value are one more row of the softmax, whose weight can differ between the
+query heads of a KV head. The row has one log-weight for all these heads: the mean of the log-weights with which each
+head would give the row the weight 1 - alpha. With one query head per KV head, the result is that of the paper, except
+that alpha includes the rows that are always attended to (sinks, tail, new tokens).
 """
 
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,9 @@ Centroids are looked up flat (section 3.2) or hierarchically (section 3.3).
 
 Clusters are selected by their score S_i, the estimated attention probability of one token of cluster i, averaged over
 the group. With `selection=budget`, the best clusters are selected up to the budget, the last of them in part. With
-`selection=threshold`, all clusters above one threshold for the whole model are selected. The threshold is calibrated so
-that the mean share of selected tokens is the budget. Heads with flat attention select more tokens.
+`selection=threshold`, all clusters whose score reaches a threshold are selected. All layers and heads have the same
+threshold, which is calibrated so that the mean share of selected tokens is the budget. Heads with flat attention select
+more tokens. A hierarchical lookup has one more threshold for each coarse level.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +37,11 @@ class Squeezed(ClusterMethod):
         check_choice("--selection", self.selection, SELECTIONS)
 
     def prepare(self, context: MiddleContext) -> ClusterSelector:
-        """Create the selector of a layer. Refers to the centroids and counts of all levels, and to the token order."""
+        """Create the selector of a layer.
+
+        Refers to the centroids and counts of all levels. Allocates the token order in int64, and a few numbers per
+        cluster.
+        """
         hierarchical = self.is_hierarchical(context)
         thresholds = Thresholds(context.calibration, self.lookup) if self.selection == "threshold" else None
         return ClusterSelector(context, hierarchical=hierarchical, opened=self.opened, thresholds=thresholds)

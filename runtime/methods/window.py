@@ -31,7 +31,7 @@ class WindowSelector(Selector):
     """Selects nothing; has no state."""
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Return a selection of one empty run for each query."""
+        """Return a selection of one empty run for each query, or for all queries that share a selection."""
         Hk, _, Q, _ = queries.query.shape
         nothing = torch.zeros(Hk, 1 if queries.joint else Q, 1, dtype=torch.int64, device=queries.query.device)
         return Selection(RowSet(nothing, nothing, 0), Cost(0.0))

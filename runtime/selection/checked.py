@@ -31,12 +31,13 @@ from sparsekv.runtime.selection.interface import (
 
 
 def prepare_selector(method: Method, context: MiddleContext) -> Selector:
-    """Prepare a method's selector for one layer. If another package has the method, its selections are checked.
+    """Prepare a method's selector for one layer. The selections of a method of another package are checked.
 
-    For such a method the layer's keys are read once to the method's device.
+    For a method of another package the layer's keys are loaded once more, because the checks need their shape.
 
     Raises:
-        SparsekvError: a method of another package fails, or its selector or layout is not valid.
+        SparsekvError: a method of another package fails, or its selector or layout is not valid. Also raises the errors
+            of the method's `prepare`.
     """
     if package_of(type(method)) == OURS:
         return method.prepare(context)
@@ -70,7 +71,7 @@ def code_of(method: type) -> str | None:
 
 
 class CheckedSelector(Selector):
-    """Checks each selection of another selector. Its optional functions are those of the inner selector, unchecked.
+    """Checks each selection of an inner selector. The inner selector's optional functions are passed on unchecked.
 
     Args:
         inner: the selector of another package's method.
@@ -82,11 +83,12 @@ class CheckedSelector(Selector):
         self.layout, self.question_piece = inner.layout, inner.question_piece
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Return the inner selection.
+        """Return the inner selector's selection after checking it.
+
+        While a CUDA graph is captured, no values are checked, because the same step has run before without a graph.
 
         Raises:
-            SparsekvError: the inner selector fails, it changes the query, or its selection is not valid. A CUDA graph's
-                capture checks no values, because the same step has run before without a graph.
+            SparsekvError: the inner selector fails, it changes the query, or its selection is not valid.
         """
         # The query is compared by its values, because torch counts no versions of tensors in inference mode.
         before = None if _is_captured(queries) else queries.query.clone()

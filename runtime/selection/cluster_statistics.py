@@ -117,8 +117,9 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
 def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the relative distance of each finest cluster's keys to its centroid: [Hk, C] float64.
 
-    The relative distance is the root mean square of |k - c| over the cluster's keys k, where c is the centroid. It is
-    divided by the root mean square of |k - mean| over all keys of the head. The result is 0 for a cluster without keys.
+    Let c be the cluster's centroid. The relative distance is the root mean square of |k - c| over the cluster's keys k,
+    divided by the root mean square of |k - mean| over all keys of the head. The result is 0 for a cluster without keys,
+    and for a head whose keys are all equal.
 
     Args:
         keys: [Hk, M, D] of the middle, in order of position.
@@ -189,7 +190,7 @@ class Block:
 class Cluster:
     """One cluster of the finest level: its KV head, its index and the positions of its tokens in the prompt.
 
-    `key_spread` is the relative distance of its keys to its centroid (`cluster_spreads`).
+    `key_spread` is the relative distance of the cluster's keys to the centroid (`cluster_spreads`).
     """
 
     kv_head: int
@@ -207,7 +208,7 @@ class Clustering:
         blocks: blocks in order of position; empty if the middle was clustered as a whole.
         counts: [Hk, C], token counts of the finest clusters.
         biggest: the clusters with the most tokens.
-        most_spread: the clusters of several tokens with the largest `key_spread`.
+        most_spread: the clusters with the largest `key_spread`; clusters of fewer than two tokens come last.
     """
 
     levels: list[LevelShape]

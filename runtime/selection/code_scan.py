@@ -72,7 +72,7 @@ class CodeEstimates:
         return (self.codes + tables).flatten(0, 1)
 
     def _tables(self, query: torch.Tensor) -> torch.Tensor:
-        """Compute look-up tables: products [Hk, G, Q, m, C] of each part of the rotated queries with its centroids."""
+        """Compute look-up tables: products [Hk, G, Q, m, C] of each part of the rotated queries with C centroids."""
         turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
         parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
         return torch.einsum("hgqpd,hpcd->hgqpc", parts, self.codebooks)

@@ -1,4 +1,4 @@
-"""The interface of methods: a `Method` prepares a `Selector` for each layer, which selects KV rows within a budget."""
+"""The interface of methods: a `Method` prepares, for each layer, a `Selector` that selects KV rows within a budget."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +20,10 @@ from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 
 @dataclass(frozen=True)
 class RowIndices:
-    """Row indices that a kernel has written: rows [Hk, capacity] int32, of which the first used [Hk] int32 are valid.
+    """Row indices [Hk, capacity or more] int32, of which each head's first `used` [Hk] int32 are valid.
 
-    `queue` [Hk] int32 is a work queue for the attention kernel, initialised to zeros. None: the kernel needs no queue.
+    `queue` [Hk] int32 are zeros, in which the attention kernel counts the rows that its programs have taken. None: the
+    kernel divides the rows between its programs beforehand.
     """
 
     rows: torch.Tensor
@@ -38,7 +39,8 @@ class RowSet:
         starts: [Hk, Q or 1, R], the first row of each of R runs, for each query or once for all Q queries.
         run_lengths: [Hk, Q or 1, R], the length of each run; None if every run is one row.
         capacity: upper bound of the number of rows of any query.
-        total: number of rows of each query; None if the host would need a sync to know it; 0 if kernels count the rows.
+        total: number of rows of each query; None if it differs between queries or the host would need a sync to know
+            it; 0 if kernels count the rows.
         indices: the same rows as single indices, for one query or for several queries that share the rows.
         log_weights: [Hk, G, Q or 1, capacity] float32, in the order of the runs: logarithms of the importance weights
             of sampled rows, which are added to the rows' logits. None: the rows are not sampled.
@@ -52,7 +54,7 @@ class RowSet:
     log_weights: torch.Tensor | None = None
 
     def has_all(self, used: int) -> bool:
-        """Whether the set is one run of all `used` rows, for one query or for several queries that share it."""
+        """Whether the set is one run of the middle's `used` rows, which all queries share."""
         return self.starts.shape[1:] == (1, 1) and self.total == used and self.run_lengths is not None
 
     @property
@@ -61,7 +63,7 @@ class RowSet:
         return torch.ones_like(self.starts) if self.run_lengths is None else self.run_lengths
 
     def counts(self) -> torch.Tensor | int:
-        """Return the number of rows of each query [Hk, Q or 1], or `total` if the host knows it."""
+        """Return `total`, or the number of rows of each query [Hk, Q or 1] if `total` is None."""
         return self.lengths.sum(-1) if self.total is None else self.total
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -83,7 +85,8 @@ class CentroidSegment:
     """Centroids, with keys and values [Hk, C, D], that represent tokens to which queries do not attend individually.
 
     Attributes:
-        log_counts: [Hk, Q or 1, C] float32, logarithm of the number of tokens that each centroid represents.
+        log_counts: [Hk, Q or 1, C] float32, added to the logits of each centroid: the logarithm of the number of tokens
+            that the centroid represents, or a fitted log-weight instead.
         scored: the same centroids with the logits of a decode step's query on the key centroids, if the selection has
             computed these logits.
         clusters: [Hk, C], index of each centroid's cluster. None: the centroids are all clusters of a level, in order.
@@ -110,10 +113,10 @@ class Residual:
 
     Attributes:
         segments: returns the centroids. Each unselected token is represented by one of them.
-        attended: whether the query attends to the centroids instead of their tokens (Multipole Attention, equation 2).
-            Otherwise the centroids are used only to estimate the missed attention mass.
-        in_place: the same centroids with their logits, for kernels that attend in place.
-        index_rows: D-sized rows read for the centroids, in addition to the rows that were read for scoring.
+        attended: whether queries attend to the centroids instead of the tokens that were not selected (Multipole
+            Attention, equation 2). Otherwise the centroids are used only to estimate the missed attention mass.
+        in_place: the same centroids with their logits, for kernels that attend in place; None: `segments` is used.
+        index_rows: D-sized rows read per KV head for the centroids, in addition to those that were read for scoring.
     """
 
     segments: Callable[[], tuple[CentroidSegment, ...]]
@@ -145,13 +148,13 @@ class Selection:
     def rows_read(self) -> torch.Tensor | float:
         """Return the number of D-sized rows read per KV head, for selected keys and values and for the index.
 
-        The result is a number, or a tensor [Hk, Q or 1].
+        The result is a number, or a tensor [Hk, Q or 1]. Rows that only kernels count are not included (see `Cost`).
         """
         # Numbers stay Python numbers, because copying a number to the GPU waits for the GPU's pending work.
         return 2 * self.rows.counts() + self.cost.index_rows
 
     def attended_segments(self) -> tuple[CentroidSegment, ...]:
-        """Return the centroids that are attended to instead of the tokens that were not selected."""
+        """Return the centroids that are attended to instead of the tokens that were not selected, if there are any."""
         return self.rest.segments() if self.rest is not None and self.rest.attended else ()
 
     def of_queries(self, queries: slice) -> "Selection":
@@ -201,7 +204,7 @@ _PIECES = 2**20  # above the `Queries.batch` of any step without pieces: fewer s
 def piece_batch(start: int) -> int:
     """Return the number to add to a question's `Queries.batch` for a piece of the question.
 
-    A piece is a run of tokens that share a selection; `start` is its first token in the step.
+    A piece is a run of tokens that share a selection; `start` is the index in the step of the piece's first token.
 
     A layer attends for all pieces of a question, one after another, before the next layer runs. Therefore the layers
     share a ranking for each piece, under a separate key.
@@ -228,7 +231,7 @@ class Queries:
         joint: whether all Q queries share one selection, as in a question's prefill.
         batch: key under which the layers share a ranking for these tokens. It is 0, or, for a question of a batch, the
             question's number in the step, counted from 1. `piece_batch` makes the keys of the pieces of a question.
-        in_place: further inputs for kernels that read rows in place; None: the selected rows are copied.
+        in_place: further inputs for the selection of a single query whose rows kernels read in place; otherwise None.
     """
 
     query: torch.Tensor
@@ -307,8 +310,8 @@ _WANTED = "give a share of the document such as 0.05 or 5%, at most 1.0, or a nu
 class LayerPosition:
     """A layer's index among the indexed layers, counted from 0, and the number of indexed layers.
 
-    `shared` is a dictionary that all layers of one cache or report share. An earlier layer stores an entry under its
-    method's name, which later layers read.
+    `shared` is a dictionary that all layers of one cache or report share. Later layers read the entry that an earlier
+    layer has stored under the method's name.
     """
 
     number: int = 0
@@ -321,8 +324,8 @@ class MiddleContext:
     """Inputs of a selector in one layer: keys, values, attention settings, and tensors built by a method's indexer.
 
     Keys and values are those of the middle: the M tokens between the document's first tokens (sinks) and its last
-    tokens (tail), to which every query attends exactly. Positions in the tensor `token_order` are counted from the
-    first middle token. Positions in other tensors are as the indexer stored them.
+    tokens (tail). Every query attends to sinks and tail exactly. Positions in the tensor `token_order` are counted from
+    the first middle token. Positions in other tensors are as the indexer stored them.
 
     Attributes:
         load_keys: reads the keys [Hk, M, D], in order of position, to the device of `tensors`.
@@ -332,7 +335,7 @@ class MiddleContext:
         first_token: position in the prompt of the first middle token.
         facts: the layer's attention settings, from the manifest.
         tensors: the tensors that the method's indexer built for the layer.
-        calibration, parameters: of the method's record in the manifest.
+        calibration, parameters: those of the method's record in the manifest; empty without a record.
         position: the layer's index among the indexed layers.
         centroids_in_8_bits: int8 centroids of the finest clusters for kernels, if the index stores int8 centroids.
             `tensors` has the dequantised centroids.
@@ -366,15 +369,16 @@ ChooseTogether = Callable[[Queries, torch.Tensor, torch.Tensor, Budget, torch.Te
 class SelectorKernels:
     """Optional kernels of a selector, as functions; None: the selector has no such kernel.
 
-    `attend` runs on a CPU. `choose_for_each` and `choose_together` run on a GPU and cause no sync. They add the number
-    of selected rows to a counter [Hk] int64, if the caller passes one.
+    `attend` runs on a CPU. `choose_for_each` and `choose_together` run on a GPU and cause no sync. The latter two add
+    the number of selected rows to a counter [Hk] int64, if the caller passes one.
 
     Args:
         attend: selects and attends for one query [Hk, G, D]. Takes the query, the middle's keys and values [Hk, M, D]
-            in layout order, the exact keys and values [Hk, E, D] of sinks, tail and new tokens, the budget, and sink
-            logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized rows of the middle
-            and the index read for each head. The output covers the rows that `select` would choose, the exact keys and
-            values, and centroids if they replace the rest. Returns None if no kernel supports the call.
+            in layout order, and the exact keys and values [Hk, E, D] of sinks, tail and new tokens. Also takes the
+            budget, and sink logits [Hk, G] or None. Returns the attention output [Hk, G, D] and the number of D-sized
+            rows of the middle and the index read for each head. The output covers the rows that `select` would choose,
+            the exact keys and values, and centroids if these represent the other tokens. Returns None if no kernel
+            supports the call.
         choose_for_each: returns one selection of all rows that at least one of the queries chooses for itself. Returns
             None if no kernel supports the call.
         choose_together: returns one selection of all rows that at least one of several sequences chooses. Takes queries
@@ -398,8 +402,9 @@ class ConversationState:
 
     Args:
         forget: discards the state. Called before another question and when the cache is rewound.
-        observe: records a question's queries for its answer. Called if another method selects for the question itself.
-            None: only decode steps of an answer change the state.
+        observe: records a question's queries for its answer. Called if the question's tokens do not select by this
+            method, but attend densely or select by another method. None: only decode steps of an answer change the
+            state.
     """
 
     forget: Callable[[], None]
@@ -408,7 +413,7 @@ class ConversationState:
 
 @dataclass(frozen=True)
 class Appended:
-    """Result of `append`.
+    """Result of `Appending.append`.
 
     `order` [Hk, T] is the new storage order of the rows that were passed to `append`, as indices into these rows.
     `index_rows` is the number of D-sized rows of each head that were read to compute the order.
@@ -429,8 +434,8 @@ class Appending:
         open_row: returns the first row of the layout that an append may move.
         append: appends `size` tokens to the middle. Takes keys and values [Hk, T, D]: the rows from `open_row` on, in
             layout order, then the `size` new rows.
-        remove: restores the stored index. Returns the stored order [Hk, T] of the rows from the restored `open_row` on,
-            as indices into the rows from that row on before the call. Returns None if nothing was appended.
+        remove: restores the stored index. Returns the order [Hk, T] in which the T rows from the restored `open_row` on
+            were stored, as indices into the present rows from that row on. Returns None if nothing was appended.
     """
 
     size: int
@@ -445,7 +450,8 @@ class SelectorReport:
 
     Args:
         covered: returns a mask [Hk, Q, M] bool, in order of position, of the tokens that each query scores when it
-            selects for itself, such as the tokens of the posting lists that it reads. None: all tokens are scored.
+            selects for itself. With posting lists, these are the tokens of the lists that the query reads. None: all
+            tokens are scored.
         centroid_of: returns [Hk, M] int64, in order of position: the index of the centroid that represents each token
             of the middle, counted through the segments of a selection's `rest`. The indices of selected tokens are
             arbitrary. None: no centroids represent tokens.
@@ -464,11 +470,12 @@ class Selector(ABC):
     """
 
     layout: torch.Tensor | None = None
-    """Layout, which makes runs contiguous: each stored row's middle position [Hk, M] int64; None: order of position."""
+    """Middle position of each stored row [Hk, M] int64, in an order that makes runs contiguous; None: by position."""
     question_piece: int | None = None
-    """Largest number of a question's tokens that share a selection; its budget is the sum of the tokens' budgets.
+    """Largest number of a question's tokens that share a selection.
 
-    None: each prefill step has one selection, within the budget of one token.
+    The selection's budget is the sum of the tokens' budgets, at most the middle. None: each prefill step has one
+    selection, within the budget of one token.
     """
 
     @abstractmethod
@@ -492,7 +499,7 @@ class Selector(ABC):
 
     @property
     def report(self) -> SelectorReport | None:
-        """Facts about the selections; None: all tokens are scored, and no centroids represent the rest."""
+        """Facts about the selections; None: all tokens are scored, and no centroids represent unselected tokens."""
         return None
 
     def graph_state(self) -> int | None:
@@ -503,17 +510,17 @@ class Selector(ABC):
         return 0
 
     def replace_by_own(self) -> bool:
-        """Switch to attending to the centroids that `select` scores, instead of the tokens that are not selected.
+        """Switch to attending to the selector's own centroids, instead of the tokens that are not selected.
 
-        Returns False if this is not possible, because the selector has no centroids of keys and values.
+        Returns True after the switch, and False if the selector lacks centroids of keys or of values.
         """
         return False
 
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Return centroids for the tokens that are False in `chosen` [Hk, M] bool, which is in the layout's order.
 
-        Only selectors that attend to centroids instead of unselected tokens, and whose method has `can_unite`,
-        implement this function.
+        This function is implemented only by selectors that attend to centroids instead of unselected tokens, and whose
+        method's `can_unite` returns True.
         """
         raise NotImplementedError
 
@@ -530,11 +537,11 @@ class Method(ABC):
     learns_queries: ClassVar[bool] = False
     """Whether the index is built from the document's queries, and may be less accurate for other queries."""
     searched_on_host: ClassVar[bool] = False
-    """Whether the index stays in host memory, and is searched there, if keys and values are in host memory."""
+    """Whether the index stays in host memory, and is searched there, if keys and values are not on the GPU."""
     is_bound: ClassVar[bool] = False
     """Whether the method is only an upper bound of recall, because its count of read rows omits the search."""
     reads_all_keys: ClassVar[bool] = False
-    """Whether each decode step reads every key to select rows."""
+    """Whether each decode step reads, and counts as read, every key, so that the KV fraction is above 0.5."""
     merges_heads: ClassVar[bool] = False
     """Whether all KV heads share one selection, which a process that has only some of the heads cannot compute."""
 
@@ -574,7 +581,7 @@ class Method(ABC):
 
         Args:
             values: values of the middle [Hk, M, D], in order of position.
-            biggest: number of the biggest clusters to list.
+            biggest: number of the biggest clusters to list, and number of the clusters of largest spread.
         """
         return None
 
@@ -592,8 +599,8 @@ class Method(ABC):
 class MethodSpec:
     """A registered method with its parameters, without a budget.
 
-    `variant` is the name of the method's variant that has these parameters; it is empty for the default variant. With
-    `residual`, centroids represent the tokens that the method does not select.
+    `variant` names these parameters in tables; it can be empty. With `residual`, centroids represent the tokens that
+    the method does not select.
     """
 
     name: str

@@ -158,7 +158,7 @@ class TableSelector(Selector):
         return 0 if self.step == 1 else None
 
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select tokens, or reuse the last search's selection.
+        """Select tokens, or reuse the last search's selection. If tokens are appended, keep the queries for the append.
 
         Allocates a few copies of the estimated logits of as many queries as 128 MB hold, but of at least one query.
         """
@@ -176,7 +176,7 @@ class TableSelector(Selector):
         return replace(held.selection, cost=Cost(0.0))
 
     def _search_some(self, queries: Queries, budget: Budget) -> Selection:
-        """Select for Q consecutive decode steps: every `step`-th step searches, and the others reuse its rows."""
+        """Select for Q consecutive decode steps: each `step`-th step, from the first on, searches for `step` steps."""
         query, Q = queries.query, queries.query.shape[2]
         some = replace(
             queries,
@@ -237,7 +237,8 @@ class TableSelector(Selector):
     def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """Compute probabilities of candidates [Hk, Q or 1, S] from exact logits.
 
-        They are summed over the query heads of a KV head and, if the queries share a selection, over the queries.
+        The probabilities are summed over the query heads of a KV head and, if the queries share a selection, over the
+        queries.
 
         Args:
             totals: [Hk, G, Q], the estimated log-sum-exps that `_estimate` returns.
@@ -269,11 +270,11 @@ class TableSelector(Selector):
         return by_group
 
     def append_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> Appended:
-        """Insert new keys into the lists whose lowest score they exceed, and add lists for the latest queries.
+        """Insert new keys into the lists whose lowest score they exceed, and add lists for new queries.
 
-        Without new lists, queries at new positions would match only centroids of older queries. In a measurement on a
-        real document without new lists, recall fell by a sixth within a thousand generated tokens. Reads all lists and,
-        if it adds lists, all keys. Allocates new tables.
+        New queries are those since the last append, if there are any. Without new lists, queries at new positions would
+        match only centroids of older queries. In a measurement on a real document without new lists, recall fell by a
+        sixth within a thousand generated tokens. Reads all lists and, if it adds lists, all keys. Allocates new tables.
         """
         old, new = self.tables, keys.shape[1]
         parts = split_channels(keys, old.channels)
@@ -296,7 +297,7 @@ class TableSelector(Selector):
         return Appended(order, read)
 
     def _with_lists_of(self, query: torch.Tensor) -> Tables:
-        """Add a few centroids, clustered from queries [Hk, G, Q, D], to the tables, and their lists over all keys."""
+        """Return the tables with a few more centroids, clustered from queries [Hk, G, Q, D], and lists of all keys."""
         tables = self.tables
         parts = split_channels(query.flatten(1, 2), tables.channels)
         generator = torch.Generator(query.device).manual_seed(tables.keys)

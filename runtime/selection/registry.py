@@ -37,7 +37,7 @@ def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str
 
 
 def parameters_label(parameters: Mapping[str, Any], *owners: type) -> str:
-    """Return the parameters that the user set (not None) and that are fields of an owner, such as `rerank=4`."""
+    """Name the parameters that the user set (not None) and that are fields of an owner, such as `rerank=4 scan=0.5`."""
     names = {field.name for owner in owners for field in fields(owner)}
     return " ".join(f"{name}={value}" for name, value in parameters.items() if name in names and value is not None)
 
@@ -66,7 +66,10 @@ def form_options(form: MethodSpec) -> list[str]:
 
 
 def changed_options(*methods: object) -> list[str]:
-    """Return the command-line options of methods or indexers that differ from the defaults; each shared option once."""
+    """Return the parameters of methods or indexers that differ from the defaults, as command-line options.
+
+    An option that several methods share is returned once.
+    """
     options: dict[str, list[str]] = {}
     for method in methods:
         usual = type(method)()
@@ -82,7 +85,7 @@ def changed_options(*methods: object) -> list[str]:
 
 
 def _parse(field: Field[Any], value: Any) -> Any:
-    """Convert an option's value to its field's type; a tuple of numbers is given as text.
+    """Convert the text of an option whose field is a tuple of numbers to the tuple; return other values unchanged.
 
     Raises:
         UsageError: the text is not a list of numbers that are separated by commas.
@@ -98,7 +101,7 @@ def _parse(field: Field[Any], value: Any) -> Any:
 
 
 def show_default(field: Field[Any]) -> str:
-    """Format a field's default as the command line accepts it."""
+    """Format a field's default as the command line accepts it; without a default the text is empty."""
     value = field.default if field.default is not MISSING else ""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -119,7 +122,7 @@ def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[s
 
 
 def method_of(artifact: Artifact, name: str, beside: Sequence[str] = ()) -> str:
-    """Check the name of a single method like `methods_of`; `all` is a UsageError, too."""
+    """Return the name of a single method after the checks of `methods_of`; raise UsageError for `all`, too."""
     if name == "all":
         raise UsageError(f"name one method, not all; there are: {', '.join([*methods_of(artifact), *beside])}")
     return methods_of(artifact, [name], beside)[0]
@@ -133,15 +136,16 @@ def choose_methods(
 ) -> list[str]:
     """Return the names of the methods to run on an index built with the methods `indexed`.
 
-    An empty list, or `all` among the names, means every usable method.
+    A method is usable if it needs no index or is in `indexed`. Without names, or with `all` among the names, all usable
+    methods are returned.
 
     Args:
         how: returns, for a method's name, the instruction that adds the method to the index.
-        beside: other accepted names, such as `dense`, which an error message lists with the methods.
+        beside: names that the caller accepts and handles itself, such as `dense`. Error messages list them with the
+            methods.
 
     Raises:
-        UsageError: a method does not exist, is `auto`, is `dense` without being in `beside`, or the index was not built
-            with it.
+        UsageError: a name is not that of a method, as with `dense` and `auto`, or the method is not usable.
     """
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]

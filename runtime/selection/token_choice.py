@@ -54,7 +54,10 @@ Rankings = dict[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class LayerSharing(Method):
-    """A method in which two layers rank tokens for the layers after them; the first layers attend to all rows."""
+    """A method in which two layers rank tokens for the layers after them.
+
+    The two ranking layers and the first FULL_LAYERS layers attend to all rows.
+    """
 
     select_layer: int = field(
         default=0,

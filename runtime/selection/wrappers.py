@@ -24,14 +24,16 @@ from sparsekv.runtime.selection.interface import (
 def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
     """Unite the selections of all queries to one selection for all of them.
 
-    The cost of the union is `selection.cost` if that is a number, and its sum over the queries if it is a tensor. The
-    sum is an upper bound, because two queries may read the same rows.
+    The union's number of index rows is that of `selection` if it is a number, and the sum over the queries if it is a
+    tensor. The sum is an upper bound, because two queries may read the same rows. If queries attend to centroids of
+    unselected tokens, the index rows of these centroids are added.
 
     Args:
         selection: one selection for each query.
-        selector: the selector that made the selection. `can_unite` of its method must be True.
+        selector: the selector that made the selection. The method's `can_unite` must return True.
         middle: number of tokens M of the middle.
-        capacity: number of row slots to allocate. None: as many as the union needs, which takes a sync.
+        capacity: number of row slots to allocate, at least the size of the union. None: the size of the union, which
+            takes a sync.
     """
     chosen = chosen_rows(selection.rows, middle)
     used, place = chosen.sum(-1, dtype=torch.int32), chosen.cumsum(-1) - 1
@@ -65,8 +67,9 @@ def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:
 def unite_groups(selection: Selection, selector: Selector, middle: int, together: int) -> Selection:
     """Unite the selections of Q queries [Hk, Q, ...] in groups of `together` queries; a group takes every n-th query.
 
-    There are n = Q // `together` groups, but at least one. If Q is no multiple of `together`, some groups are larger.
-    If Q is less than `together`, all queries are one group.
+    Returns a selection for each query, which is the union of the query's group. There are n = Q // `together` groups,
+    but at least one. If Q is no multiple of `together`, some groups are larger. If Q is less than `together`, all
+    queries are one group.
     """
     Q = selection.rows.starts.shape[1]
     groups = max(1, Q // together)
@@ -116,7 +119,7 @@ class ResidualClusters:
 
 
 def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
-    """Read the finest clusters from a method's tensors; token positions are counted from the first indexed token."""
+    """Read the finest clusters from a method's tensors, whose token positions count from the first middle token."""
     order, counts = tensors["token_order"].long(), tensors["token_offsets"].diff(dim=1)
     numbers = torch.arange(counts.shape[1], device=order.device).expand_as(counts)
     cluster = numbers.flatten().repeat_interleave(counts.flatten(), output_size=order.numel()).view_as(order)
@@ -131,9 +134,9 @@ def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
 class ResidualSelector(Selector):
     """Adds a residual to another selector: each centroid represents the tokens of its cluster that were not selected.
 
-    `graph_state`, `conversation`, `report.covered` and `question_piece` are those of the inner selector. This selector
-    cannot append, because new tokens are in no cluster. This selector has no kernels, because the inner selector's
-    kernels do not attend to the residual's centroids.
+    `layout`, `graph_state`, `conversation`, `report.covered` and `question_piece` are those of the inner selector. This
+    selector cannot append, because new tokens are in no cluster. This selector has no kernels, because the inner
+    selector's kernels do not attend to the residual's centroids.
 
     Args:
         inner: selects the rows.
@@ -155,7 +158,7 @@ class ResidualSelector(Selector):
 
     @property
     def report(self) -> SelectorReport:
-        """Report functions: a token's centroid is that of its cluster; `covered` is the inner selector's function."""
+        """Report functions: a token's centroid is that of the token's cluster; `covered` is the inner selector's."""
         inner = self.inner.report
         return SelectorReport(None if inner is None else inner.covered, lambda rest: self.clusters.labels)
 

@@ -89,7 +89,7 @@ class Job:
         return "waited" if self.sequence is None else "timeout"
 
     def finish(self, answer: Answer | None, reason: Finish | None = None) -> None:
-        """Deliver the last piece.
+        """Deliver the last piece, with the cost of the answer.
 
         Args:
             answer: the answer so far; None if the request ends before it has a sequence.

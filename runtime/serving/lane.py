@@ -18,7 +18,7 @@ from sparsekv.runtime.serving.job import Job
 from sparsekv.runtime.serving.submission import Finish
 
 CHUNK = 512
-"""Maximum number of question tokens in a step that also decodes answers."""
+"""Maximum number of question tokens in a step, if questions can be prefilled in several steps."""
 SHARE = 0.25
 """Fraction of the memory that a lane reserves, when it opens, for the keys and values of its questions and answers.
 
@@ -27,7 +27,10 @@ The memory is the GPU's free memory, or on the CPU the machine's memory, minus w
 GROWTH = 2
 """Maximum ratio of a buffer's rows to its used rows: a buffer of keys or values doubles when it grows."""
 OWN_TOKENS = 2048
-"""Minimum number of question and answer tokens that each slot has memory for. Less memory gives a lane fewer slots."""
+"""Number of question and answer tokens for which each slot must have memory.
+
+Less memory gives a lane fewer slots, but at least one, whatever its memory.
+"""
 
 
 class Lane:
@@ -95,7 +98,10 @@ class Lane:
         self.engine, self.running, self.drains, self.own_bytes = None, {}, False, 0
 
     def admit(self) -> bool:
-        """Give free slots to requests; return whether there is work for a step."""
+        """Give free slots to requests; return whether there is work for a step.
+
+        A request that the engine refuses ends with the engine's error.
+        """
         if self.engine is None:
             return False
         for job in [one for one in self.jobs if one.sequence is None]:
@@ -113,7 +119,7 @@ class Lane:
     def run(self, goes_on: Callable[[], bool]) -> Exception | None:
         """Run one step, then more steps while `goes_on` returns True and there is work.
 
-        An error ends the running requests and is returned; None: there was no error.
+        An error ends the running requests and closes the engine. It is returned; None: there was no error.
         """
         assert self.engine is not None
         try:

@@ -75,7 +75,8 @@ class Scheduler:
         kept_bytes: maximum bytes of copies of ended requests' keys and values, for the next turns of conversations.
         lanes: maximum number of lanes whose caches are in memory.
         memory: maximum bytes of the documents' keys and values in these caches; None: no limit. A single cache may be
-            larger. Above one of these two limits, the least recently used cache without running requests is freed.
+            larger. If another cache would exceed one of these two limits, the least recently used cache without running
+            requests is freed first.
         make_cache: makes the cache of an index for a config; by default `OpenIndex.cache`.
     """
 
@@ -94,7 +95,10 @@ class Scheduler:
         self.memory = inf if memory is None else memory
         self._indices: dict[str, OpenIndex] = {}
         self._changed = Condition()
-        """Lock of the fields below, which several threads read and change. Notified when a request has ended."""
+        """Lock of the fields below, which several threads read and change.
+
+        Notified when a request has ended, and when no request is left and the thread ends.
+        """
         self._lanes: list[Lane] = []
         self._jobs: dict[Job, Lane] = {}
         self._thread: Thread | None = None
@@ -122,7 +126,7 @@ class Scheduler:
             self._close_unused_at_rest()
 
     def remove(self, name: str) -> None:
-        """Stop serving an index. Its requests end as usual; then its memory is freed."""
+        """Stop serving an index. Requests that it has already are answered; then its memory is freed."""
         with self._changed:
             self._indices.pop(name, None)
             self._close_unused_at_rest()
@@ -211,7 +215,7 @@ class Scheduler:
             )
 
     def _waiting(self) -> int:
-        """Return the number of requests that have no slot because all slots of their lane are taken."""
+        """Return the number of requests by which lanes have more requests than slots."""
         return sum(max(0, len(lane.jobs) - lane.slots) for lane in self._lanes)
 
     def _retry_after(self) -> float:
@@ -227,7 +231,7 @@ class Scheduler:
         return self._lanes[-1]
 
     def _ended(self, job: Job) -> None:
-        """Count a request that has ended, and remove it from its lane."""
+        """Remove a request that has ended from its lane, and count the request unless it failed."""
         with self._changed:
             self._jobs.pop(job).jobs.remove(job)
             if (usage := job.usage) is not None:
@@ -255,7 +259,10 @@ class Scheduler:
             raise
 
     def _goes_on(self) -> bool:
-        """End requests that are cancelled or whose timeout has passed; return whether any are left."""
+        """End requests that are cancelled or whose timeout has passed; return whether any requests are left.
+
+        If none are left, the thread counts as ended.
+        """
         self._end_due()
         with self._changed:
             self._close_unused()
@@ -310,7 +317,10 @@ class Scheduler:
         return not opened or (len(opened) < self.most_lanes and sum(opened) + lane.document_bytes <= self.memory)
 
     def _open(self, lane: Lane) -> None:
-        """Open a lane; if the memory does not suffice, close all idle lanes and try again."""
+        """Open a lane; if the memory does not suffice, close all idle lanes and try again.
+
+        If the lane cannot be opened, its requests end with the error.
+        """
         error = lane.open(self.make_cache, self._planned())
         if isinstance(error, torch.OutOfMemoryError):
             self._free_memory()

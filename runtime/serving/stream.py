@@ -147,9 +147,9 @@ class Stream:
 
 
 class _Pieces(Iterator[Piece], AsyncIterator[Piece]):
-    """An iteration over the pieces of a stream, which cancels the request when it is dropped.
+    """An iteration over the pieces of a stream. The request is cancelled when the iteration is dropped.
 
-    It is no generator, because a generator ends when a read is interrupted, and could not return the last piece.
+    A generator would end when a read is interrupted, and could not return the last piece.
     """
 
     def __init__(self, stream: Stream):

@@ -15,8 +15,9 @@ from sparsekv.runtime.sources.places import Source
 Finish = Literal["stop", "length", "timeout", "waited", "cancelled"]
 """Why an answer ended.
 
-`stop`: by an EOS token or a stop string. `length`: the token limit was reached. `timeout`: the timeout passed while the
-request was answered. `waited`: the timeout passed before the request got a slot. `cancelled`: by the caller.
+`stop`: by an EOS token or a stop string. `length`: a limit of the answer's length was reached. `timeout`: the timeout
+passed while the request was answered. `waited`: the timeout passed before the request got a slot. `cancelled`: by the
+caller.
 """
 
 
@@ -34,10 +35,11 @@ class Submission:
 
     Args:
         index: the name of the index.
-        config: options of the decode steps. Requests with the same index and equal configs share steps.
+        config: the decode config. Requests with the same index and equal configs share steps, if the config allows it.
         tokens: [Q] int64, all token ids after the document: earlier turns, the question, and their chat frames.
         stop: strings that end the answer; the text from the first one on is not delivered.
-        logprobs: number of alternatives to return for each token with its log-probability; None: none are returned.
+        logprobs: number of likeliest tokens to return in each token's log-probabilities; None: no log-probabilities are
+            returned.
         timeout: seconds after which the answer ends with the finish `timeout` or `waited`; None: no limit.
         sources: maximum number of the answer's sources.
     """

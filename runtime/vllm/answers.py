@@ -33,8 +33,9 @@ class Answer:
 class Answers:
     """The requests in vLLM's scheduler, and the answers among them that attend sparsely.
 
-    A request decodes sparsely if its prompt begins with the whole prompt of an index. All tokens of prompts attend
-    densely, and so do tokens of an answer that are computed again after a preemption.
+    A request decodes sparsely if its prompt begins with the whole prompt of a trusted index, and `budget_of` gives it a
+    budget. All tokens of prompts attend densely, and so do tokens of an answer that are computed again after a
+    preemption.
 
     Args:
         setting: the server's method and budget; None: all requests attend densely.

@@ -15,7 +15,7 @@ REQUEST = "sparsekv_budget"
 
 
 def refuse_unknown(config: Mapping[str, Any]) -> None:
-    """Raise UsageError for a name in kv_connector_extra_config that is not among SETTINGS, or without indices."""
+    """Raise UsageError if kv_connector_extra_config has a name that is not among SETTINGS, or no list of indices."""
     for name in config:
         if name not in SETTINGS:
             raise UsageError(f'kv_connector_extra_config: no setting is called "{name}"; use {", ".join(SETTINGS)}')
@@ -26,7 +26,7 @@ def refuse_unknown(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class DecodeSetting:
-    """A server's method of decode steps, and the budget of requests without their own; None: these attend densely."""
+    """A server's method of decode steps, and the budget of requests that name none; None: these attend densely."""
 
     method: str
     budget: Budget | None
@@ -39,7 +39,7 @@ class DecodeSetting:
         """Return the setting; None without a method.
 
         Raises:
-            UsageError: there is no such method, the budget is not valid, or it is given without a method.
+            UsageError: there is no such method, the budget is not valid, or a budget is given without a method.
         """
         if method is None:
             if budget is not None:
@@ -57,7 +57,7 @@ class DecodeSetting:
 
 
 def budget_of(setting: DecodeSetting | None, arguments: Mapping[str, Any]) -> Budget | None:
-    """Return the budget of a request with the extra arguments `arguments`; None: it attends densely.
+    """Return the budget of a request with the extra arguments `arguments`; None: the request attends densely.
 
     Raises:
         UsageError: the request's budget is not valid, or is given while the server has no method.

@@ -99,7 +99,7 @@ class Verdicts(KVConnectorWorkerMetadata):
     dense: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: "Verdicts") -> "Verdicts":
-        """Join the results of two workers: the larger distance, and a refusal by either."""
+        """Join the results of two workers: the larger distance, and the reasons of both."""
         names = self.accepted.keys() | other.accepted.keys()
         accepted = {name: max(self.accepted.get(name, 0.0), other.accepted.get(name, 0.0)) for name in names}
         return Verdicts(accepted, other.refused | self.refused, other.dense | self.dense)
@@ -108,7 +108,8 @@ class Verdicts(KVConnectorWorkerMetadata):
 class SparseKVConnector(KVConnectorBase_V1):
     """The connector that `--kv-transfer-config` names. Its extra config has `indices`, a list of index folders.
 
-    With `method` and `budget` in the extra config, the decode steps of requests over an index attend sparsely.
+    With `method` in the extra config, the decode steps of requests over an index attend sparsely. `budget` there is the
+    budget of requests that name none.
 
     An index that does not belong to the served model is logged and never loaded. Its documents are prefilled by vLLM.
 
@@ -211,7 +212,10 @@ class SchedulerSide:
             logger.info("decode steps over an index: %s", setting)
 
     def matched(self, request: "Request", computed: int) -> int | None:
-        """Return the number of tokens to load after the first `computed` tokens; None: ask again in the next step."""
+        """Return the number of tokens to load after the first `computed` tokens; None: ask again in the next step.
+
+        Nothing is loaded for a request with a LoRA adapter or with images or the like, or without token ids.
+        """
         if request.prompt_token_ids is None or request.lora_request is not None or request.mm_features:
             return 0
         self._answers.begin(request)
@@ -225,7 +229,10 @@ class SchedulerSide:
         return 0 if prefix is None else max(0, prefix.loaded - computed)
 
     def load(self, request: "Request", blocks: list[int], tokens: int) -> None:
-        """Let the workers load the last `tokens` tokens of a request's prefix before the request's first step."""
+        """Let the workers load the last `tokens` tokens of a request's prefix before the request's first step.
+
+        If the index is not trusted, its trial begins.
+        """
         prefix = self._table.longest(request.prompt_token_ids)
         assert prefix is not None
         loaded = range(prefix.loaded - tokens, prefix.loaded)
@@ -251,7 +258,10 @@ class SchedulerSide:
         return transfer
 
     def judge(self, verdicts: Verdicts) -> None:
-        """Trust or refuse indices by the results of their workers. Blocks of a refused index are not used again."""
+        """Trust or refuse indices by the results of the workers, or let their requests attend densely.
+
+        If an index is refused on its trial, no other request may use the blocks of the trial.
+        """
         for name, reason in verdicts.refused.items():
             if self._table.on_trial(name):
                 self._forget_blocks()
@@ -265,7 +275,7 @@ class SchedulerSide:
             self._answers.attend_densely(name, reason)
 
     def finish(self, request: str) -> None:
-        """Forget a request. If it ends during its trial, the trial ends, and no other request may use its blocks."""
+        """Forget a request. If the request is on trial, the trial ends, and no other request may use its blocks."""
         self._answers.end(request)
         trial = self._table.trial
         if trial is not None and trial.request == request:
@@ -326,8 +336,11 @@ class WorkerSide:
     def _prepare(self, method: str, layers: dict[int, Any]) -> None:
         """Prepare the indices for sparse decode steps.
 
+        If an index cannot be prepared, the scheduler's connector is told so, and the index's requests decode densely.
+
         Raises:
-            UsageError: vLLM does not use the attention of `plugin.register`, the model has ALiBi, or the cache rounds.
+            UsageError: vLLM does not use the attention of `plugin.register`, the model has ALiBi, or the cache rounds
+                keys and values.
         """
         calls = []
         for number, layer in layers.items():
@@ -359,7 +372,10 @@ class WorkerSide:
             self._steps.begin(transfer.decodes)
 
     def load(self, transfer: Transfer) -> None:
-        """Write the rows of a step's loads into their blocks. If rows cannot be read, vLLM computes their blocks."""
+        """Write the rows of a step's loads into their blocks.
+
+        If an index's rows cannot be read, vLLM computes their blocks, and the index is refused.
+        """
         for rows in transfer.loads:
             try:
                 index = self._index(rows)
@@ -370,7 +386,7 @@ class WorkerSide:
                 self._fail(rows, error)
 
     def compare(self, transfer: Transfer) -> None:
-        """Compare the rows of the tokens that vLLM computed after a loaded prefix with the index's rows of them.
+        """Compare rows that vLLM computed for tokens after a loaded prefix with the index's rows of these tokens.
 
         If the rows are alike, the index is accepted. Otherwise it is refused, and vLLM computes the request's prompt
         itself.

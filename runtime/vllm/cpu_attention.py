@@ -1,4 +1,4 @@
-"""vLLM's attention on CPUs, with sparse decode steps of requests over indices in the same batch as all others."""
+"""vLLM's attention on CPUs, with sparse decode steps of requests over indices in the same batch as other requests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class Split:
 
     Attributes:
         sparse: the layers of each token that attends sparsely, by the token's index in the batch.
-        rest: metadata for vLLM's own attention of all other tokens; None if there are none or no token is sparse. With
-            it the sparse tokens attend to a single row, and their output is overwritten.
+        rest: metadata for vLLM's own attention of all other tokens; None if there are none or no token is sparse. vLLM
+            also attends for the sparse tokens, each to a single row, and this output is overwritten.
     """
 
     sparse: dict[int, AnswerLayers]

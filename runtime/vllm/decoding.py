@@ -1,4 +1,4 @@
-"""Sparse decode steps, by a method of the index, of an engine's requests over indices.
+"""Sparse decode steps of an engine's requests over indices, in which a method selects the rows of the document.
 
 Each request has its own layers, with the exact rows: sinks, tail, and the rows after the document. All requests over an
 index share its selectors and the middle's rows, which are read from the index's files.
@@ -46,7 +46,7 @@ class Decode:
     first: int
 
     def slots(self, size: int, tokens: range) -> torch.Tensor:
-        """Return the slots [T] of tokens that are in `blocks`, of `size` tokens each."""
+        """Return the cache slots [T] of tokens in `blocks`; a block has `size` tokens."""
         return slots_of(self.blocks, size, range(tokens.start - self.first, tokens.stop - self.first))
 
 
@@ -105,7 +105,7 @@ class DecodeSteps:
     """The requests that decode sparsely in the engine's current step.
 
     A request's layers are kept from one engine step to the next. They are made anew from the engine's cache if the
-    previous engine step had no decode step of the request, or if the request is at another position than they expect.
+    previous engine step had no decode step of the request, or if the request is not at the layers' next position.
 
     Args:
         caches: the engine's caches of the layers, with their layouts.
@@ -122,7 +122,7 @@ class DecodeSteps:
         self._indices[name] = index
 
     def begin(self, decodes: Iterable[Decode]) -> None:
-        """Begin an engine step with its sparse decode steps. Those over an index that was not added attend densely."""
+        """Begin an engine step with its sparse decode steps. Steps over an index that was not added attend densely."""
         answers, self._by_slot = self._answers, {}
         self._answers = {}
         for one in decodes:

@@ -43,7 +43,7 @@ def identify_served(model: str, tokenizer: str, config: "PreTrainedConfig", roun
     Args:
         model, tokenizer: folders on this machine.
         config: the text config with which the engine runs the model, including the engine's overrides.
-        rounding: the method by which the engine itself quantises the checkpoint's weights; None: it does not.
+        rounding: the method by which the engine itself quantises the checkpoint's weights; None: it quantises nothing.
 
     Raises:
         SparsekvError: the model or the tokenizer cannot be loaded.

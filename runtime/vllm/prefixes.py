@@ -1,8 +1,8 @@
 """Find the index whose prompt a request begins with, and decide which of its tokens are loaded and which are compared.
 
 An index is *on trial* while the first request loads its rows: the model computes the RUN tokens after the loaded ones
-itself, and the worker compares their keys and values with the index's. Only then is the index trusted. One trial runs
-at a time.
+itself, and the worker compares their keys and values with the index's. If they are alike, the index is trusted.
+Otherwise it is refused. One trial runs at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class PrefixTable:
         self.trial: Trial | None = None
 
     def longest(self, ids: Sequence[int]) -> Prefix | None:
-        """Return the prefix of the index with the most tokens to load for a prompt; None if no index has a whole block.
+        """Return the prefix of the index with the most tokens to load for a prompt; None if no block can be loaded.
 
         At least one token of the prompt is never loaded, because its logits are needed.
         """
@@ -113,7 +113,10 @@ class PrefixTable:
         return Prefix(name, loaded, range(loaded, loaded + RUN))
 
     def _shared(self, ids: Sequence[int]) -> dict[str, int]:
-        """Return for each index the number of leading tokens that a prompt shares with it, if it is a block or more."""
+        """Return the number of leading tokens that a prompt shares with the prompt of each index.
+
+        Only indices whose first block the prompt begins with are included.
+        """
         head = np.asarray(ids[: self._block], dtype=np.int64)
         alike = [name for name, prompt in self._prompts.items() if np.array_equal(prompt[: self._block], head)]
         given = np.asarray(ids, dtype=np.int64) if alike else head

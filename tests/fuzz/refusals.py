@@ -129,8 +129,8 @@ DUE = (
         lambda case: "hierarchical" in _options(case, "lookup"),
     ),
     Due(
-        r"the model's attention has a sliding window of (\d+) tokens, which the sequence exceeds and the config's "
-        r"max_position_embeddings \((\d+)\) does not",
+        r"the model's attention applies a sliding window of (\d+) tokens to a sequence longer than "
+        r"max_position_embeddings \((\d+) in the config\)",
         lambda case: case.rope == "qwen-yarn" and case.window >= case.original,
         False,
     ),

@@ -40,9 +40,7 @@ def test_a_window_of_all_positions_is_none(window: int | None) -> None:
 
 
 def test_a_sequence_longer_than_such_a_window_is_refused() -> None:
-    told = (
-        r"a sliding window of 1024 tokens, which the sequence exceeds and the config's max_position_embeddings \(1024\)"
-    )
+    told = r"a sliding window of 1024 tokens to a sequence longer than max_position_embeddings \(1024 in the config\)"
     with pytest.raises(UnsupportedAttentionError, match=told):
         window_of(made(sliding_window_causal_mask_function(POSITIONS), tokens=2 * POSITIONS))
 
