@@ -414,8 +414,8 @@ class GenerateOptions:
     batch_file: Annotated[
         str | None,
         typer.Option(
-            help="Answer every line of a file in UTF-8 (- for stdin), and print one line per answer. On a GPU, --method "
-            "is then auto, unless an option of the attention is given."
+            help="Answer every line of a file in UTF-8 (- for stdin), and print one line per answer. On a GPU, "
+            "--method is then auto, unless an option of the attention is given."
         ),
     ] = None
     batch_size: Annotated[
