@@ -413,7 +413,10 @@ class GenerateOptions:
     prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file in UTF-8.")] = None
     batch_file: Annotated[
         str | None,
-        typer.Option(help="Answer every line of a file in UTF-8 (- for stdin), and print one line per answer."),
+        typer.Option(
+            help="Answer every line of a file in UTF-8 (- for stdin), and print one line per answer. On a GPU, "
+            "--method is then auto, unless an option of the attention is given."
+        ),
     ] = None
     batch_size: Annotated[
         str,

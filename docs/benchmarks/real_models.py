@@ -10,8 +10,8 @@ same call goes on later: answers are kept in FOLDER, and none is computed twice.
 stretches them by YaRN, at most to four times as many.
 
 `page` reads FOLDER's answers. Differences are to dense attention's answers to the same questions, in points, with the
-95% interval of a bootstrap over contexts. A task that dense attention answers less than 20% right is beyond the model.
-It is listed and counts in no mean.
+95% interval of a bootstrap over contexts and their questions. A task in which dense attention scores less than 20% is
+beyond the model. Such a task is listed and counts in no mean.
 """
 
 import argparse
@@ -241,11 +241,12 @@ def _same(given: Answers, base: Answers) -> float:
 
 
 INTRODUCTION = """\
-Answers of `python docs/benchmarks/real_models.py`. Right answers are in percent, as a mean over the questions of all
-tasks within the model's reach: dense attention answers at least 20% of a task right. Below a table the tasks marked
-`(beyond)` are beyond this reach, and the table leaves them out. Differences to dense attention are paired by question,
-in points, with 95% intervals of a bootstrap over contexts. `window` reads nothing of the document's middle, as a
-control."""
+Answers of `python docs/benchmarks/real_models.py`. *Right* is the mean score in percent, over the questions of all
+tasks within the model's reach: those in which dense attention scores at least 20%. Below a table, tasks beyond this
+reach are marked `(beyond)`, and the table leaves them out. The columns *to dense* have differences to dense
+attention in points, paired by question, with 95% intervals of a bootstrap over contexts and their questions. One of
+these columns is of the tasks `niah-multikey-2` and `niah-multikey-3` alone. *Same text* is the share of answers
+with the text of dense attention's answer. `window` reads nothing of the document's middle, as a control."""
 HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
 
 

@@ -278,7 +278,9 @@ def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, soft
     outputs = torch.empty(H, parts, R, D, device=device)
     merged = torch.empty(B, H, G, D, dtype=query.dtype, device=device).permute(1, 2, 0, 3)
     tile, strides = tile_rows(D, query.dtype, TILE_BYTES), query.stride()[:3]
-    same = {"CAPPED": softcap is not None, "G": G, "D": D, "BLOCK_D": BLOCK_D, **early}
+    same = {"CAPPED": softcap is not None, "G": G, "D": D, "BLOCK_D": BLOCK_D}
+    # Programs that wait for FlashAttention-3 while it runs would take SMs from it.
+    first = {"EARLY": False} if by_flash else early
     if shares > 0:
         _shared_kernel[(shares, H, blocks)](
             query, keys, stored, scales.rows, scales.channels, scales.offsets, scales.units,
@@ -289,12 +291,12 @@ def shared_decode_triton(query, runs, exact, centroids, own, softmax_scale, soft
             C, stands.log_counts.stride(0), centres.stride(0), stood.stride(0), softmax_scale, softcap or 0.0,
             ROWS_USED=runs.used is not None, SCALED=runs.scales is not None,
             ROWS=rows_of_tile, TILE=tile, STAGES=STAGES, ROW_STAGES=ROW_STAGES,
-            num_warps=WARPS, **same,
+            num_warps=WARPS, **same, **first,
         )  # fmt: skip
     _own_kernel[(B, H)](
         query, own.keys, own.values, own.slots, own.first, own.used, *beside, peaks, totals, outputs,
         R, *strides, *own.keys.stride()[:2], *beside[0].stride()[:2], parts, softmax_scale, softcap or 0.0,
-        BESIDE=by_flash, GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same,
+        BESIDE=by_flash, GROUP=group_rows(G), TILE=OWN_TILE, num_warps=4, **same, **(early if shares > 0 else first),
     )  # fmt: skip
     softmax.merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)
     return merged

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from support.command import fails, run_here, sparsekv, with_options
 
+from sparsekv.cli.answering.options import GenerateAttention
+
 ASK = ("generate", "--model", "model", "--max-new-tokens", "5", "--json", "--method", "auto")
 FAST, SLOW = 0.25, 4.5
 
@@ -63,6 +65,37 @@ def test_a_batch_has_times_of_its_own(times: Path) -> None:
 def test_the_choice_is_told_unless_quiet_and_with_stats_even_then(times: Path) -> None:
     assert answered("Why?", "-q")[1] == ""
     assert answered("Why?", "-q", "--stats")[1].startswith("--method auto: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("times", "place")
+def test_a_batch_on_a_gpu_is_answered_by_the_faster_one_unless_the_attention_is_named() -> None:
+    Path("questions.txt").write_text("Why?\nHow?\nWhat?\n")
+    ask = ("generate", "--model", "model", "--max-new-tokens", "5", "--json", "--device", "cuda")
+    batch = (*ask, "--batch-file", "questions.txt")
+    found = {options: run_here(*batch, *options) for options in ((), ("--budget", "30%"), ("--method", "dense"))}
+    assert all(one.code == 0 for one in found.values())
+    assert {options: '"auto"' in one.stdout for options, one in found.items()} == {
+        options: not options for options in found
+    }
+    assert '"auto"' not in run_here(*ask, "Why?").stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "is_default"),
+    [
+        ({}, True),
+        ({"method": "codes"}, False),
+        ({"budget": "5%"}, False),
+        ({"parameters": {"step": 4}}, False),
+        ({"parameters": {"step": None}}, True),
+        ({"lossless": True}, False),
+        ({"placement": "host"}, False),
+    ],
+    ids=str,
+)
+def test_an_attention_without_options_is_the_default(given: dict[str, Any], *, is_default: bool) -> None:
+    assert GenerateAttention(**{"parameters": {}} | given).is_default == is_default
 
 
 @pytest.mark.usefixtures("times")
