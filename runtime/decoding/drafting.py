@@ -200,15 +200,17 @@ class DraftingEngine(Engine):
 
     @torch.inference_mode()
     def _decoded(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Decode a draft of `tokens` tokens greedily by the config's method; drop the draft's rows from the cache."""
-        draft = list[int]()
+        """Decode a draft of `tokens` tokens greedily by the config's method, and drop its rows from the cache.
+
+        The host waits only for the last token.
+        """
+        newest, draft = torch.tensor(sequence.answer[-1:]), list[torch.Tensor]()
         while len(draft) < tokens:
-            newest = [*sequence.answer[-1:], *draft][-1]
-            fed = Fed(0, sequence.used + len(draft), [newest], asks=False)
-            logits = self.step([fed], torch.tensor([newest]), sequence.most + LONGEST)
-            draft.append(int(self.index.agreed(logits).argmax()))
+            fed = Fed(0, sequence.used + len(draft), sequence.answer[-1:], asks=False)
+            newest = self.index.agreed(self.step([fed], newest, sequence.most + LONGEST)).argmax(-1)
+            draft.append(newest)
         self.sequence_cache.drop(len(draft))
-        return draft
+        return torch.cat(draft).tolist() if draft else []
 
     @torch.inference_mode()
     def _verify(self, sequence: Sequence, draft: list[int]) -> list[Ended]:
