@@ -76,7 +76,8 @@ class ReportOptions:
         bool,
         typer.Option(
             "--residual",
-            help="Measure each method a second time, with centroids for the tokens that it does not select.",
+            help="Measure each method that drops the tokens it does not select a second time, with centroids for these "
+            "tokens.",
         ),
     ] = False
     guard: Annotated[

@@ -9,6 +9,8 @@ with other lengths and another CUDA_VISIBLE_DEVICES. After `--minutes` no comman
 same call goes on later: answers are kept in FOLDER, and none is computed twice. A length beyond a model's positions
 stretches them by YaRN, at most to four times as many.
 
+With `--turns` the questions about a context are the turns of a conversation, and the page compares turns.
+
 `page` reads FOLDER's answers. Differences are to dense attention's answers to the same questions, in points, with the
 95% interval of a bootstrap over contexts and their questions. A task in which dense attention scores less than 20% is
 beyond the model. Such a task is listed and counts in no mean.
@@ -55,6 +57,8 @@ BEYOND = 20.0
 HARD = ("niah-multikey-2", "niah-multikey-3")
 ROOM = 1024
 """Positions that a question and its answer may take."""
+TURNS = "-turns"
+"""End of the names of files with the answers of conversations."""
 FURTHEST = 4
 """Largest factor by which YaRN stretches a model's positions."""
 
@@ -69,10 +73,11 @@ class Command:
     task: str
     scaling: str | None
     dtype: str
+    turns: bool
 
     @property
     def name(self) -> str:
-        return f"{Path(self.model).stem}-{self.length}-{self.seed}-{self.task}"
+        return f"{Path(self.model).stem}-{self.length}-{self.seed}-{self.task}{TURNS * self.turns}"
 
     def line(self, text: Path) -> str:
         """Return the command as a line for a shell."""
@@ -85,12 +90,13 @@ class Command:
         questions = MOST_QUESTIONS.get(self.task, QUESTIONS)
         drawn = ["--length", self.length, "--contexts", CONTEXTS, "--questions", questions, "--seed", self.seed]
         scaled = ["--rope-scaling", self.scaling] if self.scaling else []
+        scaled += ["--turns"] if self.turns else []
         kept = ["--work", work, "--answers", answers, "--dtype", self.dtype, "--json", "-q"]
         return list(map(str, ["eval", text, "--model", self.model, "--task", self.task, *drawn, *ways, *scaled, *kept]))
 
 
 def commands(
-    models: Sequence[str], lengths: Sequence[int], tasks: Sequence[str], groups: int, dtype: str
+    models: Sequence[str], lengths: Sequence[int], tasks: Sequence[str], groups: int, dtype: str, *, turns: bool
 ) -> Iterator[Command]:
     """Yield the commands of each model and length, shortest lengths first, so that stopped runs end with whole tables.
 
@@ -102,7 +108,7 @@ def commands(
         if factor <= FURTHEST:
             scaling = f"yarn:{factor}" if factor > 1 else None
             each = product(range(groups), tasks)
-            yield from (Command(model, length, seed, task, scaling, dtype) for seed, task in each)
+            yield from (Command(model, length, seed, task, scaling, dtype, turns) for seed, task in each)
 
 
 class Measurement:
@@ -155,14 +161,17 @@ NAME = re.compile(r"(.+)-(\d+)-(\d+)-([a-z][a-z0-9-]*)")
 """Model, length, seed and task in a file's name."""
 
 
-def read(folder: Path) -> dict[tuple[str, int], Answers]:
-    """Return all answers by model and length; each has the seed of its context."""
+def read(folder: Path, *, turns: bool = False) -> dict[tuple[str, int], Answers]:
+    """Return all answers by model and length, of conversations or of questions asked alone; each has the seed of its
+    context."""
     found: dict[tuple[str, int], Answers] = {}
     for file in sorted(folder.glob("*.jsonl")):
         named = NAME.fullmatch(file.stem)
         if named is None:
             raise SystemExit(f"{file} is no file of answers that this script names")
         model, length, seed = named.group(1, 2, 3)
+        if file.stem.endswith(TURNS) != turns:
+            continue
         lines = file.read_text(encoding="utf-8").splitlines()
         found.setdefault((model, int(length)), []).extend({**json.loads(line), "seed": int(seed)} for line in lines)
     return found
@@ -182,10 +191,10 @@ class Row:
     questions: int
 
 
-def table(answers: Answers) -> tuple[list[Row], dict[str, float]]:
+def table(answers: Answers, reached: dict[str, float] | None = None) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of a model at a length, and each task's right answers by dense attention in percent.
 
-    There are no rows if all tasks are beyond the model.
+    There are no rows if all tasks are beyond the model. With `reached`, its percentages decide which tasks are.
     """
     ways: dict[tuple[str, float | None], Answers] = {}
     for one in answers:
@@ -195,7 +204,7 @@ def table(answers: Answers) -> tuple[list[Row], dict[str, float]]:
         task: fmean(one["score"] for one in some)
         for task, some in groupby(sorted(base, key=lambda one: str(one["task"])), lambda one: str(one["task"]))
     }
-    within = [task for task, right in by_task.items() if right >= BEYOND]
+    within = [task for task, right in (reached or by_task).items() if right >= BEYOND]
     rows = []
     for (method, budget), given in ways.items() if within else ():
         dense = (method, budget) == ("dense", None)
@@ -261,16 +270,47 @@ def page(folder: Path, note: str) -> str:
         text += [f"{within} questions of tasks within the model's reach; {len(contexts)} contexts in all.", ""]
         text += [_line(HEADERS), _line(["---", "---:"] + ["---:"] * (len(HEADERS) - 2))] if rows else []
         text += [_line(_cells(row)) for row in rows]
-        told = ", ".join(f"{task} {right:.0f}{' (beyond)' * (right < BEYOND)}" for task, right in by_task.items())
-        text += ["", f"Dense attention by task, in percent: {told}.", ""]
-        text += _commands(folder, f"{model}-{length}-")
+        text += ["", _told(by_task), ""]
+        text += _commands(folder, f"{model}-{length}-", turns=False)
+    for (model, length), answers in read(folder, turns=True).items():
+        text += [f"## {model}, {length:,} tokens, conversations", "", *_turns(answers)]
+        text += _commands(folder, f"{model}-{length}-", turns=True)
     return "\n".join(text)
 
 
-def _commands(folder: Path, beginning: str) -> list[str]:
+def _told(by_task: dict[str, float]) -> str:
+    told = ", ".join(f"{task} {right:.0f}{' (beyond)' * (right < BEYOND)}" for task, right in by_task.items())
+    return f"Dense attention by task, in percent: {told}."
+
+
+def _turns(answers: Answers) -> list[str]:
+    """Return a table with a row for each method and budget, and a column for each turn of the conversations."""
+    rows, by_task = table(answers)
+    if not rows:
+        return [_told(by_task), ""]
+    numbers = sorted({one["turn"] for one in answers})
+    of_turn = {number: table([one for one in answers if one["turn"] == number], by_task)[0] for number in numbers}
+    contexts = {(one["task"], one["seed"], one["context"]) for one in answers if by_task[one["task"]] >= BEYOND}
+    heads = ("method", "budget", "to dense [95%]", *(f"turn {number}" for number in numbers))
+    text = [
+        f"{len(contexts)} conversations of tasks within the model's reach. Figures of turns are right answers of dense",
+        "attention in percent, and the other rows' differences to them in points.",
+        "",
+        _line(heads),
+        _line(["---", "---:"] + ["---:"] * (len(heads) - 2)),
+    ]
+    for place, row in enumerate(rows):
+        each = [of_turn[number][place] for number in numbers]
+        told = [f"{one.right.value:.1f}" if one.difference is None else f"{one.difference.value:+.1f}" for one in each]
+        text.append(_line([row.method, _budget(row), _signed(row.difference), *told]))
+    return [*text, "", _told(by_task), ""]
+
+
+def _commands(folder: Path, beginning: str, *, turns: bool) -> list[str]:
     """Return the command of the first file of answers whose name begins so, and the seeds and tasks of the others."""
     lines = (folder / COMMANDS).read_text(encoding="utf-8").splitlines()
     named = sorted(line.split("\t") for line in lines if line.startswith(beginning))
+    named = [one for one in named if one[0].endswith(TURNS) == turns]
     others = ", ".join(name.removeprefix(beginning) for name, _ in named[1:])
     more = f"The other files of answers (seed and task): {others}." if others else ""
     return [f"Command of `{named[0][0]}`: `{named[0][1]}`", "", more, ""]
@@ -283,13 +323,17 @@ def _line(cells: Sequence[str]) -> str:
 def _cells(row: Row) -> list[str]:
     return [
         row.method,
-        "" if row.budget is None else str(Budget(row.budget)),
+        _budget(row),
         f"{row.right.value:.1f}",
         _signed(row.difference),
         _signed(row.hard),
         "" if row.same is None else f"{row.same:.0f}",
         "" if row.kv_fraction is None else f"{row.kv_fraction:.3f}",
     ]
+
+
+def _budget(row: Row) -> str:
+    return "" if row.budget is None else str(Budget(row.budget))
 
 
 def _signed(found: Interval | None) -> str:
@@ -312,6 +356,7 @@ def parsed() -> argparse.Namespace:
     measure.add_argument(
         "--groups", type=int, default=GROUPS, help="commands of a model, length and task, each with a seed"
     )
+    measure.add_argument("--turns", action="store_true", help="as in `sparsekv eval`")
     measure.add_argument("--dtype", default="auto", help="as in `sparsekv eval`; a GGUF is otherwise read in float32")
     measure.add_argument("--minutes", type=float, default=9.0)
     measure.add_argument("--workers", type=int, default=1, help="commands that run beside each other")
@@ -327,7 +372,11 @@ def main() -> None:
     if given.part == "page":
         print(page(given.folder, given.note))
         return
-    wanted = list(commands(given.model, given.length or LENGTHS, given.task or TASKS, given.groups, given.dtype))
+    wanted = list(
+        commands(
+            given.model, given.length or LENGTHS, given.task or TASKS, given.groups, given.dtype, turns=given.turns
+        )
+    )
     if given.print:
         for one in wanted:
             print(one.line(given.text))

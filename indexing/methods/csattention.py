@@ -1,9 +1,9 @@
 """Indexer of CSAttention: posting lists of keys, one list for each centroid of the document's queries in a subspace.
 
 For each KV head, the queries of the whole group are clustered by cosine in each subspace, from k-means++ seeds. A
-centroid's posting list holds the L middle keys of highest score. A key's score is the product of the centroid and the
-key's channels in the subspace. L is the share `--alpha` of the middle. Scores are computed with the stored centroids,
-which are in float16.
+centroid's posting list holds L of the middle's keys, those of highest score. The middle is the document's tokens
+between sinks and tail, and L is the share `--alpha` of their number. A key's score is the product of the centroid and
+the key's channels in the subspace. Scores are computed with the stored centroids, which are in float16.
 """
 
 from collections.abc import Callable, Iterator

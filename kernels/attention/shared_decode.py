@@ -51,8 +51,9 @@ def shared_decode(
 ) -> torch.Tensor:
     """Attend with each query to shared chosen rows, exact rows and centroids, and to its own sequence, in one softmax.
 
-    The exact rows are the document's first tokens (sinks) and its last tokens (tail). On a GPU there are three
-    launches, no synchronisation and no data-dependent shapes. The plain-torch implementation copies the rows.
+    Exact rows are read without row indices: the document's first tokens (sinks) and last tokens (tail), or, for dense
+    attention, all of its rows. On a GPU there are three launches, and a call of FlashAttention-3 if it takes the exact
+    rows. There is no synchronisation, and no shape depends on data. The plain-torch implementation copies the rows.
 
     Args:
         query: [Hk, G, B, D] of B tokens.

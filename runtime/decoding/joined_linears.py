@@ -49,7 +49,8 @@ class Product(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Key of the products that one launch can compute: the row, the weights' kind, and whether there is a bias."""
+        """Equal for products that one launch can compute together: the row, the weights' dtype, whether the weights are
+        rounded, and whether there is a bias."""
         return self.source, self.shape, _value(self.numbers).dtype, self.scales is None, self.bias is None
 
 

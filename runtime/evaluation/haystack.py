@@ -182,8 +182,8 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
     if used == len(units) and (tokens := count(render(units))) < 0.75 * length:
         shorter = f"--length {tokens}, or " if tokens >= LEAST_SUGGESTED else ""
         raise UsageError(
-            f"the text is too short for --task {task}: --length is {length} tokens, and text and questions "
-            f"together have {tokens}; give {shorter}a longer text"
+            f"the text is too short for --task {task}: --length is {length} tokens, and the context made of "
+            f"the whole text has {tokens}; give {shorter}a longer text"
         )
     return units[:used]
 

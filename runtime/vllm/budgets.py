@@ -48,8 +48,8 @@ class DecodeSetting:
         if not isinstance(method, str) or method not in methods():
             names = ", ".join(sorted(name for name, kind in methods().items() if kind.needs_index))
             raise UsageError(
-                f'kv_connector_extra_config: no "method" {method!r}; use one that the indices were built with '
-                f"({names}), or one without an index, such as quest"
+                f'kv_connector_extra_config: no "method" {method!r}; use one of {names}, if the indices '
+                "were built with it, or one that needs no index, such as quest"
             )
         if budget is None:
             return cls(method, Budget(methods()[method].default_budget))

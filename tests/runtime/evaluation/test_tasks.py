@@ -283,7 +283,7 @@ def test_a_text_that_is_too_short_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("sentences", "shorter"), [(20, ""), (300, r"--length \d+, or ")])
 def test_a_length_is_suggested_only_if_it_leaves_something_to_index(sentences: int, shorter: str) -> None:
-    with pytest.raises(UsageError, match=rf"text and questions together have [\d,]+; give {shorter}a longer text$"):
+    with pytest.raises(UsageError, match=rf"of the whole text has [\d,]+; give {shorter}a longer text$"):
         tasks()["niah-facts"].make(request(text="One short sentence. " * sentences, length=8192))
 
 
