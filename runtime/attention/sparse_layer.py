@@ -9,7 +9,7 @@ import torch
 from sparsekv.formats.index.schema import Split
 from sparsekv.kernels.attention.attention import OwnRows, Segment, causal_mask, shared_attention
 from sparsekv.kernels.attention.shared_decode import exact_logsumexp, shared_decode
-from sparsekv.kernels.attention.types import Centroids, RunRows
+from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.attention.step import Step, everything, in_place_runs, step_of
@@ -36,15 +36,6 @@ class SparseLayer(StoredLayer):
     @property
     def capturable(self) -> bool:  # type: ignore[override]
         return self.plan.graph_state() is not None
-
-    @property
-    def capturable_pass(self) -> bool:
-        return self.plan.middle.reachable and super().capturable_pass
-
-    def shared(self) -> tuple[RunRows, Pair]:
-        rows = self.plan.middle.in_place()
-        assert rows is not None
-        return everything(rows, self.plan.middle.used, (self.keys[:, :0], self.values[:, :0]))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         plan, decodes = self.plan, not self.prefills(call.query.shape[1])

@@ -32,11 +32,8 @@ class DenseLayer(StoredLayer):
         """Return the stored keys and values [Hk, T, D], without new rows."""
         return self.stored_keys, self.stored_values
 
-    @property
-    def capturable_pass(self) -> bool:
-        return self.window is None and super().capturable_pass
-
     def shared(self) -> tuple[RunRows, Pair]:
+        """Return the stored rows as arguments of `shared_decode`: runs, and exact rows for all queries."""
         keys, values = self.stored_rows()
         nothing = torch.empty(len(keys), 0, dtype=torch.int32, device=keys.device)
         return RunRows(keys, keys, nothing, None, 0), (keys, values)

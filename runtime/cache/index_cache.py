@@ -17,7 +17,7 @@ from sparsekv.kernels.common.states import LayerKinds, copied_state, state_tenso
 from sparsekv.runtime.cache.buffers import ModelGraph, ReadRows, read_share, total_read
 from sparsekv.runtime.cache.document_state import DocumentState
 from sparsekv.runtime.cache.kept_turns import KeptRows
-from sparsekv.runtime.cache.stored_layer import DynamicSlot, PassRows, StoredLayer
+from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
 from sparsekv.runtime.cache.watched import WatchedQueries
 
 
@@ -286,8 +286,6 @@ class IndexCache(SequenceCache):
         self.position = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
         self.rows = torch.zeros(len(layers), dtype=torch.int64, device=self.tokens.device)
         self.counts = torch.zeros_like(self.rows, dtype=torch.int32)
-        self._pass: dict[int, PassRows] = {}
-        """The rows of a dense pass by the number of the layer in its model; empty outside a pass."""
 
     @property
     def rewinds(self) -> int:
@@ -302,8 +300,6 @@ class IndexCache(SequenceCache):
         if self.watched is not None:
             self.watched.write(call, slice(-1, None))
         layer = self.by_number[call.layer]
-        if places := self._pass.get(call.layer):
-            return layer.attend_densely(call, places)
         layer.update(call.keys[None], call.values[None])
         return layer.attend(call)
 
@@ -351,36 +347,6 @@ class IndexCache(SequenceCache):
     def step_input(self, size: int, tokens: int) -> ModelInput:
         ids = self.tokens[:, None]
         return (ids, self.position) if self._reserved else self._at_the_end(ids)
-
-    @property
-    def capturable_passes(self) -> bool:
-        """Whether a CUDA graph of a dense pass over several tokens can be replayed for later passes."""
-        return self.capturing and all(layer.capturable_pass for layer in self.stored_layers)
-
-    def pass_input(self, ids: torch.Tensor) -> ModelInput:
-        """Begin a dense pass over token ids [T] on the device. Rows for T tokens must be reserved.
-
-        The tokens attend to all stored rows and, causally, to the rows after them. The pass may be captured as a CUDA
-        graph. It ends with `end_pass`.
-        """
-        offsets = torch.arange(len(ids), device=ids.device)
-        rows, slots = self.rows[:, None] + offsets, torch.zeros_like(offsets)
-        used = rows + 1
-        self._pass = {
-            number: PassRows(slots, *each)
-            for number, each in zip(self.by_number, zip(rows, used, strict=True), strict=True)
-        }
-        return ids[None], self.position + offsets
-
-    def end_pass(self) -> None:
-        """End a dense pass on the host: later calls of the layers are steps again."""
-        self._pass = {}
-
-    def extend(self, tokens: int) -> None:
-        """Count the rows of the first `tokens` tokens of a pass, and end the decode steps before it."""
-        self.release()
-        for layer in self.stored_layers:
-            layer.extend(tokens)
 
     def end_step(self) -> None:
         if self._reserved:

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.index.context_rows import Pair
-from sparsekv.kernels.attention.attention import OwnRows
-from sparsekv.kernels.attention.shared_decode import shared_decode
-from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.given_rows import RowLayer
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.kernels.common.runs import store_in_slots, store_new_row
+from sparsekv.kernels.common.runs import store_new_row
 from sparsekv.runtime.cache.buffers import ReadRows
 
 FIRST_NEW_ROWS = 64
@@ -28,19 +25,6 @@ class DynamicSlot:
 
     row: torch.Tensor
     count: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PassRows:
-    """Rows of a layer's buffer to which a pass over T tokens of one sequence writes, on the device.
-
-    `rows` [T] int64 are the indices of the tokens' rows. Each token attends to the rows before its `used` [T] int64.
-    `slots` [T] int64 are zeros.
-    """
-
-    slots: torch.Tensor
-    rows: torch.Tensor
-    used: torch.Tensor
 
 
 class StoredLayer(RowLayer):
@@ -97,29 +81,6 @@ class StoredLayer(RowLayer):
     def advance(self) -> None:
         """Count the row of a finished step. The caller increments the numbers in `step_row`."""
         self.used += 1
-
-    def shared(self) -> tuple[RunRows, Pair]:
-        """Return the stored rows outside the buffer as arguments of `shared_decode`: runs, and exact rows."""
-        raise NotImplementedError
-
-    @property
-    def capturable_pass(self) -> bool:
-        """Whether a CUDA graph of a pass by `attend_densely` can be replayed for later passes over as many tokens."""
-        return self.keys.shape == self.values.shape
-
-    def attend_densely(self, call: AttentionCall, places: PassRows) -> torch.Tensor:
-        """Store the rows of a pass's tokens; attend to all stored rows and, causally, to new rows; return [Hq, T, D].
-
-        `extend` then counts the rows.
-        """
-        into = self.keys[None], self.values[None]
-        store_in_slots(into, (call.keys, call.values), places.slots, places.rows)
-        (runs, exact), own = self.shared(), OwnRows(*into, places.slots, places.slots, places.used)
-        return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
-
-    def extend(self, tokens: int) -> None:
-        """Count the rows of the first `tokens` tokens of a finished pass."""
-        self.used += tokens
 
     def release(self) -> None:
         """Switch back to appending any number of rows per step."""

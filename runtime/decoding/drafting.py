@@ -23,7 +23,6 @@ from sparsekv.runtime.cache.index_cache import Fed, IndexCache
 from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.engine import Ended, Engine, NotFiniteError, Sequence
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.step import DensePass
 
 REPEATED = (3, 2)
 """Numbers of newest tokens whose earlier occurrence is searched for, in this order."""
@@ -176,7 +175,6 @@ class DraftingEngine(Engine):
                 "option out, or give another --method"
             )
         self.sequence_cache = cache
-        self.dense_pass = DensePass(index.model, cache) if cache.capturable_passes else None
         self.drafter = Drafter(index.input_ids.numpy(), by_method=not isinstance(config.attention, Dense))
 
     def run_step(self) -> list[Ended]:
@@ -200,17 +198,15 @@ class DraftingEngine(Engine):
 
     @torch.inference_mode()
     def _decoded(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Decode a draft of `tokens` tokens greedily by the config's method, and drop its rows from the cache.
-
-        The host waits only for the last token.
-        """
-        newest, draft = torch.tensor(sequence.answer[-1:]), list[torch.Tensor]()
+        """Decode a draft of `tokens` tokens greedily by the config's method; drop the draft's rows from the cache."""
+        draft = list[int]()
         while len(draft) < tokens:
-            fed = Fed(0, sequence.used + len(draft), sequence.answer[-1:], asks=False)
-            newest = self.index.agreed(self.step([fed], newest, sequence.most + LONGEST)).argmax(-1)
-            draft.append(newest)
+            newest = [*sequence.answer[-1:], *draft][-1]
+            fed = Fed(0, sequence.used + len(draft), [newest], asks=False)
+            logits = self.step([fed], torch.tensor([newest]), sequence.most)
+            draft.append(int(self.index.agreed(logits).argmax()))
         self.sequence_cache.drop(len(draft))
-        return torch.cat(draft).tolist() if draft else []
+        return draft
 
     @torch.inference_mode()
     def _verify(self, sequence: Sequence, draft: list[int]) -> list[Ended]:
@@ -218,7 +214,8 @@ class DraftingEngine(Engine):
 
         Returns the sequence with its answer, or with an error, if the sequence ends; otherwise an empty list.
         """
-        logits = self._dense_logits(sequence, [sequence.answer[-1], *draft])
+        fed = Fed(0, sequence.used, [sequence.answer[-1], *draft], asks=False)
+        logits = self._dense_logits(fed)
         self.read = None
         taken, ended = 0, False
         greedy = not sequence.request.sampling.temperature
@@ -258,13 +255,11 @@ class DraftingEngine(Engine):
             "dense attention"
         )
 
-    def _dense_logits(self, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
-        """Feed the next tokens of a sequence; return the logits [T, V] after each of them, by dense attention."""
-        if self.dense_pass is not None:
-            return self.dense_pass(tokens, sequence.most + LONGEST - sequence.used)
-        cache, fed = self.sequence_cache, Fed(0, sequence.used, tokens, asks=False)
+    def _dense_logits(self, fed: Fed) -> torch.Tensor:
+        """Return the logits [T, V] after each of the fed tokens, by dense attention."""
+        cache = self.sequence_cache
         cache.release()
-        cache.prefill_next(len(tokens))
+        cache.prefill_next(len(fed.tokens))
         ids, positions = cache.questions_input([fed], self.index.split.tokens)
         logits: torch.Tensor = self.index.model(
             input_ids=ids, position_ids=positions, **with_cache(self.index.model, cache)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.common.given_rows import with_cache
 from sparsekv.runtime.cache.buffers import ModelGraph, Run, captured, waits
-from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
+from sparsekv.runtime.cache.index_cache import Fed, SequenceCache
 
 
 class DecodeStep:
@@ -83,7 +83,7 @@ class DecodeStep:
         if any(graph.buffers != cache.buffers() for graph in cache.graphs.values()):
             cache.graphs.clear()  # frees the graphs' memory before another graph is captured
         if size not in cache.graphs:
-            found = _captured(lambda: self._forward(size), cache, self.model.device)
+            found = self._captured(lambda: self._forward(size))
             cache.capturing = found is not None
             if found is None:
                 cache.graphs.clear()
@@ -91,93 +91,27 @@ class DecodeStep:
             cache.graphs[size] = ModelGraph(*found, cache.buffers())
         return cache.graphs[size]
 
+    def _captured(self, step: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+        """Capture a step as a CUDA graph; return the graph and its logits.
 
-PASSES = (1, 3, 5, 9, 17)
-"""Numbers of tokens of the dense passes that are captured."""
-
-
-class DensePass:
-    """Feeds some tokens of one sequence to a model, which attend densely. Call a pass within `route_attention`.
-
-    Passes are captured as CUDA graphs, one for each size in `PASSES`. A pass with fewer tokens than its size feeds the
-    last token several times, and the rows of the repetitions are not counted. A graph is captured when it is first
-    needed, and again when the cache's buffers have changed.
-
-    """
-
-    def __init__(self, model: PreTrainedModel, cache: IndexCache):
-        self.model, self.cache = model, cache
-        self.ids = torch.zeros(PASSES[-1], dtype=torch.int64, device=cache.tokens.device)
-        self.graphs: dict[int, ModelGraph] = {}
-        self.capturing = cache.capturable_passes
-
-    @torch.inference_mode()
-    def __call__(self, tokens: list[int], room: int) -> torch.Tensor:
-        """Feed tokens; return the logits [T, V] after each of them. The next call may overwrite the logits.
-
-        Args:
-            tokens: at most `PASSES[-1]` token ids.
-            room: number of rows to reserve, if this is more than the pass needs.
+        Returns None if the step synchronises with the GPU or cannot be captured. The step is run a few times for this.
+        The counters that these runs change are restored.
         """
-        size = next(one for one in PASSES if one >= len(tokens))
-        self.cache.release()
-        self.cache.reserve(1, max(room, size), capture=True)
-        self.ids[:size] = torch.tensor([*tokens, *tokens[-1:] * (size - len(tokens))])
-        graph = self._graph(size) if self.capturing else None
-        if graph is None:
-            logits = self._forward(size)
-        else:
-            graph.graph.replay()
-            logits = graph.logits
-        self.cache.extend(len(tokens))
-        return logits[: len(tokens)]
+        changed, device = self.cache.counters(), self.model.device
+        before = [tensor.clone() for tensor in changed]
 
-    def _forward(self, size: int) -> torch.Tensor:
-        ids, positions = self.cache.pass_input(self.ids[:size])
-        try:
-            with _experts_for_few_tokens(self.model, size):
-                output = self.model(input_ids=ids, position_ids=positions, **with_cache(self.model, self.cache))
-        finally:
-            self.cache.end_pass()
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        def restore() -> None:
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
 
-    def _graph(self, size: int) -> ModelGraph | None:
-        buffers = self.cache.buffers()
-        if any(graph.buffers != buffers for graph in self.graphs.values()):
-            self.graphs.clear()  # frees the graphs' memory before another graph is captured
-        if size not in self.graphs:
-            found = _captured(lambda: self._forward(size), self.cache, self.model.device)
-            self.capturing = found is not None
-            if found is None:
-                return None
-            self.graphs[size] = ModelGraph(*found, buffers)
-        return self.graphs[size]
+        def again() -> torch.Tensor:
+            restore()
+            return step()
 
-
-def _captured(
-    step: Run, cache: SequenceCache, device: torch.device
-) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-    """Capture a step as a CUDA graph; return the graph and its logits.
-
-    Returns None if the step synchronises with the GPU or cannot be captured. The step is run a few times for this.
-    The counters that these runs change are restored.
-    """
-    changed = cache.counters()
-    before = [tensor.clone() for tensor in changed]
-
-    def restore() -> None:
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
-
-    def again() -> torch.Tensor:
+        again()  # the first run may sync for one-time work, such as compiling
+        found = None if waits(again, device) else captured(step, device, again)
         restore()
-        return step()
-
-    again()  # the first run may sync for one-time work, such as compiling
-    found = None if waits(again, device) else captured(step, device, again)
-    restore()
-    return found
+        return found
 
 
 @contextmanager

@@ -17,10 +17,8 @@ from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.kmeans.kmeans import cluster_means
 from sparsekv.kernels.scores.logits import cluster_scores
-from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import question_ids
-from sparsekv.runtime.decoding.drafting import DraftingEngine
-from sparsekv.runtime.decoding.engine import Engine, Request, generate
+from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.sampling import Sampling
@@ -230,21 +228,6 @@ def test_captured_steps_answer_as_those_that_are_launched(on_gpu: OpenIndex, nam
     assert not launched.graphs
     assert graphs[0] is not None
     assert all(graph is graphs[0] for graph in graphs) == (name != "snapkv")
-
-
-@pytest.mark.parametrize("name", ["codes", "multipole", "dense"])
-def test_drafts_are_verified_by_captured_passes(on_gpu: OpenIndex, name: str) -> None:
-    asked = Request(question_ids(on_gpu, "Why?"), Sampling(max_new_tokens=100))
-    config = DecodeConfig(Dense(), question=Dense(), lossless=True)
-    if name != "dense":
-        config = sparse(name, METHODS[name][0], Budget(0.1), question=Dense(), lossless=True)
-    ((_, dense),) = Engine(on_gpu, on_gpu.dense_cache()).answers([asked])
-    engine = DraftingEngine(on_gpu, on_gpu.cache(config), config)
-    for _ in range(2):
-        ((_, found),) = engine.answers([asked])
-        assert found.ids == dense.ids
-    assert engine.dense_pass is not None
-    assert engine.dense_pass.graphs
 
 
 def test_a_captured_step_follows_a_buffer_that_grows(on_gpu: OpenIndex) -> None:

@@ -22,7 +22,6 @@ from sparsekv.runtime.decoding.drafting import BY_METHOD, FROM_TEXT, Drafter, Dr
 from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.decoding.step import DensePass
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.h2o import H2O
@@ -101,28 +100,6 @@ def test_answers_are_dense_attentions(
     assert drafter.accepted < drafter.drafted
     assert drafter.accepted > 0 or name != "codes" or temperature  # others draft little that a random model takes
     assert drafter.steps + drafter.accepted == sum(len(one.ids) - 1 for one in dense)
-
-
-@pytest.mark.parametrize("name", ["dense", "codes", "multipole"])
-def test_passes_with_rows_counted_on_the_device_give_dense_attentions_answers(
-    opened: Callable[[str], OpenIndex], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    index, sampling = opened("llama"), Sampling(max_new_tokens=90)
-    dense = _answers(Engine(index, index.dense_cache()), index, sampling)
-    _draft_anything(monkeypatch, seed=1)
-    engine = _lossless(index, CONFIGS[name])
-    engine.dense_pass = DensePass(index.model, engine.sequence_cache)
-    assert [one.ids for one in _answers(engine, index, sampling)] == [one.ids for one in dense]
-    assert engine.drafter.accepted < engine.drafter.drafted
-    assert engine.drafter.accepted > 0 or name == "dense"
-
-
-def test_layers_with_a_window_have_no_such_passes(opened: Callable[[str], OpenIndex]) -> None:
-    of_family = {name: opened(name).dense_cache().stored_layers for name in ("llama", "gemma2")}
-    assert {name: all(one.capturable_pass for one in layers) for name, layers in of_family.items()} == {
-        "llama": True,
-        "gemma2": False,
-    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
