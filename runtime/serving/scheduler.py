@@ -294,7 +294,7 @@ class Scheduler:
         """Open the lanes that have requests, the longest-waiting lane first; close idle lanes to make room.
 
         If no lane is idle, the lane that was opened first gets no new requests, so that it becomes idle and can be
-        closed.
+        closed. A lane is not closed in the call that opens it, because its requests get their slots later.
         """
         draining = self._open_while_room()
         with self._changed:
@@ -302,15 +302,15 @@ class Scheduler:
                 lane.drains = lane is draining
 
     def _open_while_room(self) -> Lane | None:
-        """Open lanes as `_open_lanes` does; return the lane that must be closed before the next lane can be opened."""
+        """Open lanes as `_open_lanes` does; return the lane that has to drain before the next one can be opened."""
         with self._changed:
             closed = [lane for lane in self._lanes if lane.engine is None and lane.jobs]
         for lane in sorted(closed, key=lambda one: one.jobs[0].submitted):
             while not self._has_room(lane):
-                opened = [one for one in self._lanes if one.engine is not None]
+                opened = [one for one in self._lanes if one.engine is not None and one not in closed]
                 idle = [one for one in opened if not one.running]
                 if not idle:
-                    return opened[0]
+                    return next(iter(opened), None)
                 self._close(min(idle, key=lambda one: one.used))
             self._open(lane)
         return None

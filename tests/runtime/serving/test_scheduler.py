@@ -13,7 +13,9 @@ from support.served import ALL, LENGTHS, OWN, Served, check, ids, question, text
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.engine import NotFiniteError
+from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.selection.interface import Budget
@@ -225,6 +227,23 @@ def test_lanes_that_have_no_room_together_take_turns(served: Served, make: Make,
     for stream, one in zip(streams, asked, strict=True):
         check(list(stream), served.alone(*one))
     assert sum(lane.engine is not None for lane in scheduler._lanes) == 1
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_lanes_are_opened_once_in_the_order_of_their_requests(served: Served, lanes: int) -> None:
+    made, configs = [], [replace(ALL, budget=Budget(0.9 + number / 100)) for number in range(5)]
+
+    def make_cache(index: OpenIndex, config: DecodeConfig) -> IndexCache:
+        made.append(config)
+        return index.cache(config)
+
+    scheduler = Scheduler(served.indices, lanes=lanes, make_cache=make_cache)
+    with exclusive(served.indices["a"].model):
+        streams = [served.ask(scheduler, "a", question(0), config=config) for config in configs]
+    for stream in streams:
+        list(stream)
+    scheduler.close(0)
+    assert made == configs
 
 
 def test_what_cannot_be_answered_is_refused_at_once(served: Served, make: Make) -> None:
