@@ -31,7 +31,7 @@ def place(indices: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shelf(place: Path) -> Iterator[Server]:
-    with serving(place, "doc.skv", "--indices-from", "more", "--model", "model") as one:
+    with serving(place, "doc.skv", "--indices-from", "more", "--model", "model", "--prefill", "quest") as one:
         yield one
 
 
@@ -49,6 +49,14 @@ def test_an_index_of_the_folder_is_opened_at_its_first_request(shelf: Server, pl
     assert shelf.openai().models.retrieve("raw").sparsekv["method"] == "squeezed"  # type: ignore[attr-defined]
     shutil.copytree(place / "doc.skv", place / "more" / "later.skv")
     assert prompt_tokens(shelf, "later") == prompt_tokens(shelf, "doc")
+
+
+def test_requests_for_dense_attention_do_not_use_the_prefill_of_the_server(shelf: Server) -> None:
+    assert prompt_tokens(shelf, "doc:dense") == prompt_tokens(shelf, "doc")
+    asked = {"model": "doc:dense", "messages": [user("What?")], "sparsekv": {"prefill": "quest"}}
+    with shelf.http() as http:
+        refused = http.post(CHAT, json=asked).json()["error"]
+    assert "prefill quest has no effect" in refused["message"]
 
 
 @pytest.mark.parametrize("name", ["half", "linked", "../doc", "more/raw", "/etc/passwd", ".", ""])
