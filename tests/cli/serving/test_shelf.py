@@ -155,6 +155,18 @@ def test_an_index_that_cannot_be_opened_is_told(shelf: Server, place: Path) -> N
     assert prompt_tokens(shelf, "raw") > 0
 
 
+def test_a_folder_of_indices_that_is_gone_is_no_fault_of_the_request(shelf: Server, place: Path) -> None:
+    (place / "more").rename(place / "gone")
+    try:
+        with shelf.http() as http:
+            answers = [http.get("/v1/models"), http.delete("/v1/indices/raw")]
+    finally:
+        (place / "gone").rename(place / "more")
+    for answer in answers:
+        assert answer.status_code == 500
+        assert "--indices-from more cannot be read" in answer.json()["error"]["message"]
+
+
 def test_notes_that_cannot_be_written_end_no_answer(indices: Path, tmp_path: Path) -> None:
     """The disk of the log is full, and each request has a note: its index cannot be opened again."""
     (tmp_path / "model").symlink_to((indices / "model").resolve())
