@@ -28,7 +28,8 @@ def start(
         typer.Argument(metavar="INDEX", help="Indices to open now; their models are loaded too, except with a GPU."),
     ] = None,
     idle: Annotated[
-        float, typer.Option(metavar="MINUTES", min=0.01, help="The server ends after this long without a command.")
+        float,
+        typer.Option(metavar="MINUTES", min=0.01, help="The server ends when no command has begun for this long."),
     ] = 60.0,
     show_status: Annotated[
         bool, typer.Option("--status", help="Only show the server, its memory, and whether it serves this shell.")
@@ -96,11 +97,11 @@ def _show(path: str) -> None:
     if server is None:
         say("no server is running; `sparsekv start` starts one")
         raise typer.Exit(1)
-    minutes, least = (time.time() - server["began"]) / 60, server["idle"] / 60
+    minutes, left = (time.time() - server["began"]) / 60, (server["ends"] - time.monotonic()) / 60
     commands = f"{server['commands']:,} command{'s' * (server['commands'] != 1)}"
     say(f"server: process {server['pid']}, for {minutes:.0f} minutes, {commands}")
     say(f"memory: {server['memory'] / 1e6:,.0f} MB")
-    say(f"ends after {least:g} minutes without a command")
+    say(f"ends in {left:.0f} minutes unless a command begins")
     for index in server["indices"]:
         say(f"loaded: {index}")
     other = differing(server["likeness"], likeness())

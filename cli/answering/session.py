@@ -76,5 +76,6 @@ def save_session(
         build_index(plan, copy, show, tell=partial(note, quiet=quiet))
     if manifest.defaults is not None:
         again_with = tune_hint(folder, manifest.defaults.target)
-        note(f"the default that tune found is not saved with it; find one with {again_with}", quiet=quiet)
+        told = "the default that tune found for the old index is not saved in the new one"
+        note(f"{told}; find one with {again_with}", quiet=quiet)
     note(f"saved {folder}; {command('chat', '--index', folder)} goes on with it", quiet=quiet)

@@ -31,7 +31,7 @@ from sparsekv.formats.documents.file_order import KnownFile, count_changes, in_o
 from sparsekv.formats.documents.files import NAMED, Choice, SourceTexts, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
-from sparsekv.formats.hints import ENDING, TEXT_ENDINGS, has_extension, with_ending
+from sparsekv.formats.hints import ENDING, TEXT_ENDINGS, command, has_extension, with_ending
 from sparsekv.formats.index.build_folder import check_output
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.reader import Artifact
@@ -99,6 +99,11 @@ def choose_targets(
         raise UsageError(f"no document to index: {what}")
     if as_one:
         return [_joined(named, output)]
+    if from_file == "-" and "-" in named:
+        raise UsageError("standard input has the list of documents, so it cannot be a document as well; name a file")
+    if "-" in listed:
+        alone = command("build-index", "-", "--output", "NAME.skv")
+        raise UsageError(f"{from_file} names standard input (-), which a list cannot contain; index it alone: {alone}")
     if listed and not any(os.path.exists(one) for one in listed):
         raise UsageError(
             f"no line of {from_file} names an existing file; if it is the document itself, give it without --from-file"
@@ -111,8 +116,6 @@ def choose_targets(
             )
     if len(named) == 1 and from_file is None:
         return [Target(named[0], output or folder_of(named[0]))]
-    if from_file == "-" and "-" in named:
-        raise UsageError("standard input has the list of documents, so it cannot be a document as well; name a file")
     if "-" in named:
         raise UsageError("a document from standard input has no name: index it alone, with --output NAME.skv")
     _check_holds_several(output, {Path(one).suffix for one in named if has_extension(Path(one))})

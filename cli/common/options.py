@@ -58,8 +58,7 @@ def share(text: str | float) -> float:
 
 
 ATTENDED, PLACED = "What is attended to", "Where the document lies"
-"""Titles of groups of options in --help. If the command line has --method dense, values that sparsekv.toml gives to the
-options of these groups are ignored."""
+"""Titles of groups of options in --help."""
 METHODS_OF = "methods: "  # prefix of the panel of methods' options; the methods' names follow
 NAMES = "sparsekv.methods"
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sparsekv.cli.common.options import ATTENDED, METHODS_OF, PLACED, GroupedCommand
+from sparsekv.cli.common.options import METHODS_OF, GroupedCommand
 from sparsekv.cli.common.values import check_values, refuse_repeated
 from sparsekv.cli.configuring.project_file import (
     SHARED,
@@ -30,13 +30,26 @@ EITHER = (
 """Groups of options that exclude each other. An option on the command line outranks the file's default for another
 option of its group."""
 ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "method": ("dense", (ATTENDED, PLACED, "gauge")),
+    "method": (
+        "dense",
+        (
+            "budget",
+            "schedule",
+            "residual",
+            "prefill",
+            "prefill-budget",
+            "guard",
+            "gauge",
+            "dense-layers",
+            "placement",
+            "ahead",
+        ),
+    ),
     "temperature": (0, ("top-p", "top-k")),
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }
-"""Options with a value that makes other options meaningless. The other options are listed by name or by help panel. If
-the command line sets such a value, the file's defaults for the other options are ignored, except an option that a chat
-may use later (`_counts_later`)."""
+"""Options with a value that makes other options meaningless. If the command line sets such a value, the file's defaults
+for the other options are ignored, except those that count for a later method (`_counts_later`)."""
 NAMING_METHODS = ("method", "prefill", "question-prefill")
 _TELLING = 3
 """Minimum number of characters of a value that identifies its option in an error message."""
@@ -112,13 +125,18 @@ def _leave_out_excluded(ctx: Any, options: dict[str, Any]) -> None:
     for name, (value, others) in ALONE.items():
         one = options.get(name)
         if one is not None and on_command_line(ctx, one.name) and ctx.params[one.name] == value:
-            named = (other for other, its in options.items() if {other, _panel(its)} & {*others})
-            _leave_out(ctx, [options[other] for other in named if not _counts_later(ctx, other)])
+            _leave_out(ctx, [options[other] for other in others if other in options and not _counts_later(ctx, other)])
 
 
 def _counts_later(ctx: Any, option: str) -> bool:
-    """Whether a chat may use the option later, after the user switches the method."""
-    return ctx.command.name == "chat" and option == "placement"
+    """Whether the option counts when a user of a chat switches the method, or a request to a server names a method.
+
+    A chat that begins with dense attention refuses a `prefill` that names a method.
+    """
+    if ctx.command.name == "serve":
+        return option in ("placement", "prefill")
+    own_prefill = option == "prefill" and ctx.params["prefill"] == "own"
+    return ctx.command.name == "chat" and (option == "placement" or own_prefill)
 
 
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:

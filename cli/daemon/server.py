@@ -15,6 +15,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ from sparsekv.cli.daemon.messages import ACCEPTED, ENDED, GO, KILLED, REFUSED, S
 from sparsekv.cli.daemon.preloading import Preloaded, preload
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 
+_TIME = struct.Struct("=d")
 _PARENT_DIED = 1  # PR_SET_PDEATHSIG: prctl's option for a signal when the parent process dies
 WAITING = 128  # maximum number of connections that wait to be accepted
 PATIENCE = 5.0  # seconds within which a request must be complete
@@ -43,7 +45,7 @@ PAUSE = 0.1  # seconds until the next fork after a spare watcher was killed
 
 
 def serve(path: str, idle: float, indices: list[str]) -> None:
-    """Serve commands until SIGTERM, or until no request came for `idle` seconds.
+    """Serve commands until SIGTERM, or until no command has begun for `idle` seconds.
 
     Returns only in the process of a command, which must then run `sys.argv`. Ends this process if the model of one of
     the `indices` cannot be used.
@@ -168,10 +170,12 @@ class _Server:
 
     Attributes:
         path: the path of the socket.
-        idle: seconds without a request after which the server ends.
+        idle: seconds after which the server ends if no command has begun.
         likeness: facts of the server's process. A client with other facts runs its command itself.
         began: Unix time in seconds at which the server began.
-        commands: descriptor of a file in memory to which the watcher of each command appends one byte.
+        commands: descriptor of a file in memory to which the watcher of each command appends the time at which the
+            command begins, in seconds of the monotonic clock (`_TIME`).
+        ready: time of the monotonic clock at which the server began to wait for commands.
     """
 
     path: str
@@ -182,6 +186,7 @@ class _Server:
     pid: int = field(default_factory=os.getpid)
     began: float = field(default_factory=time.time)
     commands: int = field(default_factory=_appended_file)
+    ready: float = field(default_factory=time.monotonic)
 
     def run(self) -> Request:
         """Serve until the server ends. Returns only in a fork that must run a command."""
@@ -194,19 +199,36 @@ class _Server:
             if os.fork() == 0:
                 return _spare(self, take)
             os.close(take)
-            if not select.select([taken], [], [], self.idle)[0]:
+            if not self._is_taken(taken):
                 _end(self.path, inode)
             if not os.read(taken, 1):
                 time.sleep(PAUSE)  # the spare has been killed
             os.close(taken)
+
+    def _is_taken(self, taken: int) -> bool:
+        """Wait until the spare watcher takes a request or is killed. Returns False if the server must end before."""
+        while (left := self.ends() - time.monotonic()) > 0:
+            if select.select([taken], [], [], left)[0]:
+                return True
+        return False
+
+    def count(self) -> int:
+        """Return the number of commands that have begun."""
+        return os.fstat(self.commands).st_size // _TIME.size
+
+    def ends(self) -> float:
+        """Return the time of the monotonic clock at which the server ends if no command begins before."""
+        count = self.count()
+        begun = os.pread(self.commands, _TIME.size, (count - 1) * _TIME.size) if count else _TIME.pack(self.ready)
+        return float(_TIME.unpack(begun)[0]) + self.idle
 
     def status(self) -> dict[str, Any]:
         """Describe the server for `start --status`."""
         return {
             "pid": self.pid,
             "began": self.began,
-            "commands": os.fstat(self.commands).st_size,
-            "idle": self.idle,
+            "commands": self.count(),
+            "ends": self.ends(),
             "memory": _own_memory(self.pid),
             "indices": self.preloaded.described(),
             "changed": self.preloaded.changed(),
@@ -289,7 +311,7 @@ def _watch(server: _Server, connection: socket.socket, own: socket.socket, child
     elif request["operation"] == "stop":
         os.kill(server.pid, signal.SIGTERM)
     elif _accept(server, connection, request):
-        os.write(server.commands, b"c")
+        os.write(server.commands, _TIME.pack(time.monotonic()))
         send(own, request, received)
         own.close()
         for descriptor in received:

@@ -46,7 +46,7 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
     written = budget if own.budget is None else str(own.budget)
     try:
         with api_words():
-            config = _config(served, method or own.method, written, own.prefill)
+            config = config_of(served, method or own.method, written, own.prefill)
             return served, _gauged(served, config) if own.gauge else config
     except UsageError as error:
         param = "model" if method or budget else "sparsekv"
@@ -96,8 +96,12 @@ def unknown(shelf: Shelf, model: str, param: str = "model") -> ApiError:
     return ApiError(404, told, param=param, code="model_not_found")
 
 
-def _config(served: Served, method: str | None, budget: str | None, prefill: str | None) -> DecodeConfig:
+def config_of(
+    served: Served, method: str | None = None, budget: str | None = None, prefill: str | None = None
+) -> DecodeConfig:
     """Return the config of a request. An argument is None if the request does not set it.
+
+    Dense attention does not use the method that `--prefill` of the server names.
 
     Raises:
         UsageError: the method or the prefill does not exist, the budget is not valid, or the values contradict each
@@ -117,7 +121,8 @@ def _config(served: Served, method: str | None, budget: str | None, prefill: str
         named = prefill_method(artifact, prefill)
         config = replace(config, question=question_prefill(prefill, None, named, {}))
     if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
-        refuse_beside_dense({"--prefill": config.question.name})
+        refuse_beside_dense({"--prefill": prefill})
+        return replace(config, question=Dense())
     return config
 
 

@@ -14,6 +14,7 @@ from sparsekv.cli.common.method_options import note_small_budgets
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.streams import flush_streams, outlive_reader
 from sparsekv.cli.serving.app import Api, Limits
+from sparsekv.cli.serving.catalog import config_of
 from sparsekv.cli.serving.limits import LOOPBACK, read_keys, refuse_no_origin
 from sparsekv.cli.serving.options import ServeOptions
 from sparsekv.cli.serving.server import Server, address_of, allow_many_connections, bind
@@ -77,7 +78,7 @@ def run(options: ServeOptions) -> None:
         shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
     if opened.kept is None:  # if the first index is kept, `sparsekv start` has prepared its cache and kernels
         for served in shelf.opened():
-            scheduler.warm_up(served.name, served.config)
+            scheduler.warm_up(served.name, config_of(served))
     del opened, artifacts  # references would keep the memory of closed indices
     ready = partial(_tell, options, shelf, f"{address_of(listening, options.host)}/v1")
     server = Server(

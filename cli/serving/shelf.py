@@ -242,7 +242,11 @@ class Shelf:
                 taken -= one.opened.document_bytes
 
     def _offered(self) -> dict[str, Path]:
-        return {} if self.folder is None else {served_name(one): one for one in indices_in(self.folder)}
+        """Return the indices of the folder by name. Raises SparsekvError if the folder cannot be read any more."""
+        try:
+            return {} if self.folder is None else {served_name(one): one for one in indices_in(self.folder)}
+        except UsageError as error:
+            raise SparsekvError(str(error)) from None
 
     async def _open(self, name: str, folder: Path) -> Served:
         state, before = state_of(folder), self._served.get(name)

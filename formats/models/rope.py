@@ -28,6 +28,9 @@ def positions_of(config: "PreTrainedConfig") -> int | None:
     With YaRN, `max_position_embeddings` may still be the original length, as in Qwen's recipe. The model then supports
     the original length times the factor. With dynamic RoPE the result is `max_position_embeddings`, because the
     frequencies change beyond that length.
+
+    A sliding window of at least `max_position_embeddings` tokens counts as no window (`kernels.common.mask`), which is
+    wrong for longer sequences. The window then is the limit.
     """
     config = config.get_text_config()
     positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -38,7 +41,8 @@ def positions_of(config: "PreTrainedConfig") -> int | None:
     original, factor = full.get("original_max_position_embeddings"), full.get("factor")
     if full.get("rope_type") not in STRETCHED or original is None or factor is None:
         return positions
-    return max(positions, int(original * factor))
+    stretched, window = max(positions, int(original * factor)), getattr(config, "sliding_window", None) or 0
+    return min(stretched, window) if window >= positions else stretched
 
 
 def positions_after(config: "PreTrainedConfig", document: int) -> int | None:

@@ -312,7 +312,8 @@ class PackedCache(SequenceCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys for which transformers makes a mask, and the index of the first of them, 0.
 
-        The number need not fit the rows of every sequence, because only the sliding window is read from the mask.
+        The number may be smaller than the number of keys of a sequence, because only the sliding window is read from
+        the mask. A window that counts as none covers each sequence (`positions_of`).
         """
         assert self.step is not None
         layer = self.by_number.get(layer_idx, self.stored_layers[0])  # transformers may pass a layer without rows

@@ -36,8 +36,8 @@ Less memory gives a lane fewer slots, but at least one, whatever its memory.
 class Lane:
     """The requests over one index with one config, and the engine that answers these requests together.
 
-    All methods are called in the scheduler's thread. A lane is open while it has an engine, whose cache has the
-    document's keys and values.
+    All methods are called in the scheduler's thread. `waiting` is read in any thread, with the scheduler's lock. A lane
+    is open while it has an engine, whose cache has the document's keys and values.
 
     Attributes:
         slots: maximum number of requests that decode together; 1 if the config does not let requests share steps.
@@ -56,6 +56,13 @@ class Lane:
         self.drains, self.used, self.own_bytes = False, 0.0, 0
         self.document_bytes = index.document_bytes
         self._rewinds, self._most_slots = 0, slots
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests without a slot. In an open lane that does not drain, requests get free slots at once."""
+        if self.engine is None or self.drains:
+            return sum(job.sequence is None for job in self.jobs)
+        return max(0, len(self.jobs) - self.slots)
 
     def open(self, make_cache: Callable[[OpenIndex, DecodeConfig], IndexCache], planned: int) -> Exception | None:
         """Make the engine; return the error if this fails, and None otherwise.

@@ -71,7 +71,7 @@ class Scheduler:
     Args:
         indices: open indices by name; all of the same model.
         slots: maximum number of requests that decode together over one index with one config.
-        queue: maximum number of requests that wait for a slot.
+        queue: maximum number of requests that wait for a slot. Requests whose lane is not open yet wait.
         kept_bytes: maximum bytes of copies of ended requests' keys and values, for the next turns of conversations.
         lanes: maximum number of lanes whose caches are in memory.
         memory: maximum bytes of the documents' keys and values in these caches; None: no limit. A single cache may be
@@ -215,8 +215,7 @@ class Scheduler:
             )
 
     def _waiting(self) -> int:
-        """Return the number of requests by which lanes have more requests than slots."""
-        return sum(max(0, len(lane.jobs) - lane.slots) for lane in self._lanes)
+        return sum(lane.waiting for lane in self._lanes)
 
     def _retry_after(self) -> float:
         """Estimate the seconds until a request ends, from the durations of earlier requests."""
@@ -295,21 +294,26 @@ class Scheduler:
         """Open the lanes that have requests, the longest-waiting lane first; close idle lanes to make room.
 
         If no lane is idle, the lane that was opened first gets no new requests, so that it becomes idle and can be
-        closed.
+        closed. A lane is not closed in the call that opens it, because its requests get their slots later.
         """
+        draining = self._open_while_room()
+        with self._changed:
+            for lane in self._lanes:
+                lane.drains = lane is draining
+
+    def _open_while_room(self) -> Lane | None:
+        """Open lanes as `_open_lanes` does; return the lane that has to drain before the next one can be opened."""
         with self._changed:
             closed = [lane for lane in self._lanes if lane.engine is None and lane.jobs]
-        for lane in self._lanes:
-            lane.drains = False
         for lane in sorted(closed, key=lambda one: one.jobs[0].submitted):
             while not self._has_room(lane):
-                opened = [one for one in self._lanes if one.engine is not None]
+                opened = [one for one in self._lanes if one.engine is not None and one not in closed]
                 idle = [one for one in opened if not one.running]
                 if not idle:
-                    opened[0].drains = True
-                    return
+                    return next(iter(opened), None)
                 self._close(min(idle, key=lambda one: one.used))
             self._open(lane)
+        return None
 
     def _has_room(self, lane: Lane) -> bool:
         """Whether a lane can be opened beside the open lanes. A lane can always be opened if no lane is open."""

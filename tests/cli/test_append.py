@@ -241,7 +241,7 @@ def test_a_default_that_no_longer_holds_is_told_of(online: Path) -> None:
     assert tuned.code == 0, tuned.stderr
     saved = run_here("generate", "Why?", "--max-new-tokens", "2", "--save-to", "talk.skv").stderr
     shutil.rmtree("talk.skv")
-    assert "is not saved with it; find one with `sparsekv tune --index talk.skv --target-recall 0.5" in saved
+    assert "for the old index is not saved in the new one; find one with `sparsekv tune --index talk.skv --ta" in saved
     told = run_here("append", "more.txt").stderr
     assert "is no longer used; find a new one with `sparsekv tune --index doc.skv --target-" in told
 

@@ -129,6 +129,7 @@ def test_a_list_of_one_document_puts_its_index_into_the_folder(documents: Path) 
         (("a.txt", "sub/a.md"), ("a.txt and sub/a.md would both be indexed in out/a.skv", "--output NAME.skv")),
         (("a.txt", "-"), ("standard input has no name", "--output NAME.skv")),
         (("--from-file", "-", "-"), ("standard input has the list of documents",)),
+        (("--from-file", "dash.txt"), ("dash.txt names standard input (-)", "build-index - --output NAME.skv")),
     ],
     ids=[
         "none",
@@ -139,6 +140,7 @@ def test_a_list_of_one_document_puts_its_index_into_the_folder(documents: Path) 
         "one name twice",
         "no name",
         "standard input twice",
+        "standard input listed",
     ],
 )
 def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
@@ -146,6 +148,7 @@ def test_a_list_that_cannot_be_built_is_refused_before_anything_is(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a.txt\n")))
     (documents / "empty.txt").write_text(" \n")
+    (documents / "dash.txt").write_text("-\n")
     fails(2, "build-index", *arguments, *TAIL, "-o", "out", says=says)
     assert not (documents / "out").exists()
 

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command import fails, run_here
+from typer.main import get_command
 
 from sparsekv.formats.index.manifest import read_manifest, write_defaults
 from sparsekv.formats.index.schema import Defaults, TuneTarget
@@ -156,6 +159,26 @@ def test_an_option_that_leaves_others_nothing_to_say_outranks_their_defaults(
     Path("sparsekv.toml").write_text(f"{file}\n")
     outcome = run_here(*command)
     assert outcome.code == 0, outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "file", "ignored"),
+    [
+        ("generate", ["Why?"], {"lossless": True, "budget": "5%", "prefill": "own"}, {"budget", "prefill"}),
+        ("chat", [], {"placement": "host", "prefill": "own", "residual": True}, {"residual"}),
+        ("chat", [], {"prefill": "quest", "budget": "5%"}, {"prefill", "budget"}),
+        ("serve", [], {"placement": "host", "prefill": "quest", "budget": "5%"}, {"budget"}),
+        ("trace", ["Why?"], {"truth": True, "prefill": "own"}, {"prefill"}),
+    ],
+)
+def test_dense_attention_ignores_only_defaults_that_it_does_not_use(
+    command: str, args: list[str], file: dict[str, Any], ignored: set[str]
+) -> None:
+    leaf = get_command(import_module(f"sparsekv.cli.{command}").app)
+    leaf.callback = lambda **options: options
+    with leaf.make_context(command, [*args, "--method", "dense"], default_map=file) as context:
+        options = leaf.invoke(context)
+    assert {name for name, value in file.items() if options[name] != value} == ignored
 
 
 def test_a_default_model_gives_an_index_of_another_no_words(

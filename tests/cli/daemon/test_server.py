@@ -13,6 +13,8 @@ import pexpect
 import pytest
 from support.command import EXECUTABLE, run_here, sparsekv
 
+from sparsekv.cli.daemon.requests import status
+
 from .conftest import Shell
 
 ASK = ("generate", "-i", "doc.skv", "--max-new-tokens", "6")
@@ -183,6 +185,20 @@ def test_the_status_counts_commands_and_not_itself(shell: Shell) -> None:
     assert _commands(shell) == before + 1
 
 
+def test_only_commands_that_it_runs_keep_it_alive(shell: Shell) -> None:
+    def ends() -> float:
+        found = status(shell.environment["SPARSEKV_SERVER"])
+        assert found is not None
+        return float(found["ends"])
+
+    before = ends()
+    other = Shell(shell.folder, shell.environment | {"SOME_LIBRARY": "1"})
+    assert other.run("inspect", "--help").returncode == 0
+    assert ends() == before
+    assert shell.run("inspect", "--help").returncode == 0
+    assert ends() > before
+
+
 def test_a_changed_index_is_opened_anew(shell: Shell, built: Path) -> None:
     asked = ("generate", "-q", "--max-new-tokens", "6", "Why?", "--budget", "100%", "-i")
     Path(shell.folder, "other.txt").write_text("Another document says nothing of numbers. " * 30)
@@ -230,6 +246,17 @@ def test_a_killed_server_is_not_missed_and_replaced(shell: Shell) -> None:
     assert shell.run("start", "--status").stdout == "no server is running; `sparsekv start` starts one\n"
     assert shell.run("start", "doc.skv", "-q").returncode == 0
     assert shell.run("start", "--status").returncode == 0
+
+
+@pytest.mark.slow
+def test_its_status_does_not_keep_it_alive(shell: Shell) -> None:
+    assert shell.run("start", "--idle", "0.02", "-q").returncode == 0
+    deadline = time.monotonic() + LATE
+    while status(shell.environment["SPARSEKV_SERVER"]) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not (shell.folder / "socket").exists()
+    assert shell.run("start", "doc.skv", "-q").returncode == 0
 
 
 def test_wrong_arguments_leave_the_running_server(shell: Shell) -> None:

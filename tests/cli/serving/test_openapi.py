@@ -79,3 +79,29 @@ def test_the_description_lists_every_path_and_says_what_needs_a_key(
             for method in deeds.keys() & {"get", "post", "delete"}:
                 assert http.request(method.upper(), called).status_code not in (404, 405)
     json.dumps(description)
+
+
+def test_the_description_lists_the_errors_of_each_path(server: Server, description: dict[str, Any]) -> None:
+    foreign = {"Host": "evil.example"}
+    with server.http() as http:
+        sent = {
+            ("/v1/models/{model}", "400"): http.get("/v1/models/doc@none"),
+            ("/v1/models/{model}", "404"): http.get("/v1/models/none"),
+            ("/health", "421"): http.get("/health", headers=foreign),
+            ("/metrics", "421"): http.get("/metrics", headers=foreign),
+        }
+    for (path, status), answer in sent.items():
+        assert str(answer.status_code) == status
+        response = description["paths"][path]["get"]["responses"][status]
+        check(description, response["content"]["application/json"]["schema"], answer.json())
+    for deeds in description["paths"].values():
+        for operation in (deeds[one] for one in ("get", "delete") if one in deeds):
+            assert not any("body" in response["description"] for response in operation["responses"].values())
+
+
+def test_the_description_tells_a_busy_server_from_one_that_shuts_down(description: dict[str, Any]) -> None:
+    asked = description["paths"][CHAT]["post"]["responses"]["503"]["description"]
+    health = description["paths"]["/health"]["get"]["responses"]["503"]["description"]
+    assert "shutdown" in asked
+    assert "busy" in asked
+    assert health == "The server shuts down."

@@ -31,7 +31,7 @@ def place(indices: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shelf(place: Path) -> Iterator[Server]:
-    with serving(place, "doc.skv", "--indices-from", "more", "--model", "model") as one:
+    with serving(place, "doc.skv", "--indices-from", "more", "--model", "model", "--prefill", "quest") as one:
         yield one
 
 
@@ -49,6 +49,14 @@ def test_an_index_of_the_folder_is_opened_at_its_first_request(shelf: Server, pl
     assert shelf.openai().models.retrieve("raw").sparsekv["method"] == "squeezed"  # type: ignore[attr-defined]
     shutil.copytree(place / "doc.skv", place / "more" / "later.skv")
     assert prompt_tokens(shelf, "later") == prompt_tokens(shelf, "doc")
+
+
+def test_requests_for_dense_attention_do_not_use_the_prefill_of_the_server(shelf: Server) -> None:
+    assert prompt_tokens(shelf, "doc:dense") == prompt_tokens(shelf, "doc")
+    asked = {"model": "doc:dense", "messages": [user("What?")], "sparsekv": {"prefill": "quest"}}
+    with shelf.http() as http:
+        refused = http.post(CHAT, json=asked).json()["error"]
+    assert "prefill quest has no effect" in refused["message"]
 
 
 @pytest.mark.parametrize("name", ["half", "linked", "../doc", "more/raw", "/etc/passwd", ".", ""])
@@ -145,6 +153,18 @@ def test_an_index_that_cannot_be_opened_is_told(shelf: Server, place: Path) -> N
     assert "damaged" in told.value.message
     assert str(place) not in told.value.message
     assert prompt_tokens(shelf, "raw") > 0
+
+
+def test_a_folder_of_indices_that_is_gone_is_no_fault_of_the_request(shelf: Server, place: Path) -> None:
+    (place / "more").rename(place / "gone")
+    try:
+        with shelf.http() as http:
+            answers = [http.get("/v1/models"), http.delete("/v1/indices/raw")]
+    finally:
+        (place / "gone").rename(place / "more")
+    for answer in answers:
+        assert answer.status_code == 500
+        assert "--indices-from more cannot be read" in answer.json()["error"]["message"]
 
 
 def test_notes_that_cannot_be_written_end_no_answer(indices: Path, tmp_path: Path) -> None:

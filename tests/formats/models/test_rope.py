@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference import assert_close
 from support.tiny_models import FAMILIES, POSITIONS, save_tiny
-from transformers import DynamicCache, GPT2Config, LlamaConfig, PhimoeConfig, PreTrainedConfig
+from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, PhimoeConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
@@ -119,6 +119,12 @@ def stretched(kind: str, **more: object) -> PreTrainedConfig:
 def test_a_model_holds_its_original_positions_times_the_factor(config: PreTrainedConfig, positions: int) -> None:
     assert positions_of(config) == positions
     assert positions_after(config, 10) == positions
+
+
+@pytest.mark.parametrize(("window", "positions"), [(None, 400), (99, 400), (100, 100), (150, 150), (500, 400)])
+def test_a_window_of_all_original_positions_limits_the_stretched_ones(window: int | None, positions: int) -> None:
+    config = MistralConfig(**stretched("yarn").to_dict() | {"sliding_window": window})
+    assert positions_of(config) == positions
 
 
 def test_positions_that_are_scaled_already_are_not_to_be_stretched() -> None:

@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     PhimoeConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen2MoeConfig,
 )
 
@@ -113,6 +114,23 @@ def test_questions_together_are_longer_than_a_window_of_all_positions(tmp_path: 
     answers = answered(packed(index, index.dense_cache(), 3), questions, Sampling(max_new_tokens=4))
     for number, question in enumerate(questions):
         answer = torch.tensor(answers[number].ids)
+        plain = plain_logits_after(index, torch.cat([question, answer]))
+        assert torch.equal(plain[len(question) - 1 : -1].argmax(-1), answer)
+
+
+@torch.inference_mode()
+def test_answers_end_where_a_window_of_all_original_positions_does(tmp_path: Path) -> None:
+    """YaRN gives the model four times its original positions; beyond the window, keys would have to be hidden."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 340}
+    window = {"use_sliding_window": True, "sliding_window": 345, "max_position_embeddings": 340}
+    plan = plan_of(build_tiny(Qwen2Config, rope_parameters=rope, **window, **MIXED)())
+    build_index(plan, tmp_path / "a.skv")
+    index = reopen(plan, tmp_path / "a.skv")
+    questions = [random_ids(length, seed=length) for length in (5, 7)]
+    answers = answered(packed(index, index.dense_cache(), 2), questions, Sampling(max_new_tokens=60))
+    for number, question in enumerate(questions):
+        answer = torch.tensor(answers[number].ids)
+        assert len(index.input_ids) + len(question) + len(answer) == 345
         plain = plain_logits_after(index, torch.cat([question, answer]))
         assert torch.equal(plain[len(question) - 1 : -1].argmax(-1), answer)
 

@@ -13,9 +13,12 @@ from support.served import ALL, LENGTHS, OWN, Served, check, ids, question, text
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.engine import NotFiniteError
+from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive
+from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.serving.lane import CHUNK
 from sparsekv.runtime.serving.scheduler import Scheduler
 from sparsekv.runtime.serving.stream import Stream
@@ -110,6 +113,7 @@ def test_a_timeout_ends_an_answer_where_it_is(served: Served, make: Make) -> Non
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(served: Served, make: Make) -> None:
     scheduler = make(slots=2, queue=3)
+    scheduler.warm_up("a", ALL)
     with exclusive(served.indices["a"].model):
         streams = [served.ask(scheduler, "a", question(number)) for number in range(5)]
         assert (scheduler.measures().waiting, scheduler.measures().running) == (3, 2)
@@ -121,6 +125,35 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(served: Served, make: M
     for number, stream in enumerate(streams):
         check(list(stream), served.alone("a", question(number)))
     check(list(served.ask(scheduler, "a", question(5))), served.alone("a", question(5)))
+
+
+def test_requests_of_lanes_that_are_not_open_fill_the_queue(served: Served, make: Make) -> None:
+    scheduler = make(slots=2, queue=3)
+    configs = [replace(ALL, budget=Budget(0.9 + number / 100)) for number in range(4)]
+    with exclusive(served.indices["a"].model):
+        streams = [served.ask(scheduler, "a", question(0), config=config) for config in configs[:3]]
+        assert (scheduler.measures().waiting, scheduler.measures().running) == (3, 0)
+        with pytest.raises(QueueFullError):
+            served.ask(scheduler, "a", question(0), config=configs[3])
+    for stream, config in zip(streams, configs, strict=False):
+        check(list(stream), served.alone("a", question(0), config=config))
+    assert scheduler.measures().waiting == 0
+
+
+def test_requests_of_a_lane_that_drains_wait(served: Served, make: Make) -> None:
+    scheduler, steps = make(slots=2, lanes=1), threading.Semaphore(0)
+    running = served.ask(scheduler, "a", question(4), 4000)
+    pieces = iter(running)
+    next(pieces)
+    other = served.ask(scheduler, "b", question(0))
+    with before_steps(served, lambda _: steps.release()):
+        for _ in range(3):  # then the lane of a drains, because no other lane can be open
+            assert steps.acquire(timeout=60)
+    late = served.ask(scheduler, "a", question(0))
+    assert (scheduler.measures().waiting, scheduler.measures().running) == (2, 1)
+    running.cancel()
+    check(list(other), served.alone("b", question(0)))
+    check(list(late), served.alone("a", question(0)))
 
 
 def test_a_failed_step_ends_the_requests_in_it_and_no_others(served: Served, make: Make) -> None:
@@ -194,6 +227,23 @@ def test_lanes_that_have_no_room_together_take_turns(served: Served, make: Make,
     for stream, one in zip(streams, asked, strict=True):
         check(list(stream), served.alone(*one))
     assert sum(lane.engine is not None for lane in scheduler._lanes) == 1
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_lanes_are_opened_once_in_the_order_of_their_requests(served: Served, lanes: int) -> None:
+    made, configs = [], [replace(ALL, budget=Budget(0.9 + number / 100)) for number in range(5)]
+
+    def make_cache(index: OpenIndex, config: DecodeConfig) -> IndexCache:
+        made.append(config)
+        return index.cache(config)
+
+    scheduler = Scheduler(served.indices, lanes=lanes, make_cache=make_cache)
+    with exclusive(served.indices["a"].model):
+        streams = [served.ask(scheduler, "a", question(0), config=config) for config in configs]
+    for stream in streams:
+        list(stream)
+    scheduler.close(0)
+    assert made == configs
 
 
 def test_what_cannot_be_answered_is_refused_at_once(served: Served, make: Make) -> None:
