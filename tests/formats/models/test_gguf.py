@@ -108,7 +108,9 @@ def test_a_folder_that_may_be_entered_but_not_listed_is_named(tmp_path: Path) ->
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
-        with pytest.raises(SparsekvError, match=r"^model 'weights' cannot be read: permission denied; make it readable"):
+        with pytest.raises(
+            SparsekvError, match=r"^model 'weights' cannot be read: permission denied; make it readable"
+        ):
             find_model("weights", print)
     finally:
         os.seteuid(user)
