@@ -3,6 +3,7 @@ reads."""
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -237,6 +238,7 @@ def recall_report(options: ReportOptions) -> None:
             configured=configured,
             together=together,
             device=where,
+            note=partial(note, quiet=options.run.quiet),
         )
     _show(options, artifact, report, groups)
 

@@ -1,5 +1,6 @@
 """Format commands that messages show, ready to paste into a shell, and derive default names of indices."""
 
+import codecs
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -99,12 +100,11 @@ def is_text(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             data = file.read(_LOOKED_AT)
-        data.decode()
-    except OSError:
+        # The limit may cut the last character of a longer file.
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < _LOOKED_AT)
+    except (OSError, UnicodeDecodeError):
         return False
-    except UnicodeDecodeError as error:
-        return error.start > _LOOKED_AT - 4  # only the last character is cut off by the limit
-    return bool(data.strip()) and b"\0" not in data
+    return bool(text.strip()) and "\0" not in text
 
 
 def _texts(paths: Iterable[Path]) -> Iterator[Path]:

@@ -153,7 +153,13 @@ class EvalOptions:
     ] = False
     prefill: Annotated[
         list[str] | None,
-        typer.Option(metavar="|".join(prefills()), help="How contexts are prefilled; repeatable. Default: dense."),
+        typer.Option(
+            metavar="|".join(prefills()),
+            help=(
+                "How contexts are prefilled; repeatable. All are compared with dense attention after the first of "
+                "these prefills. Default: dense."
+            ),
+        ),
     ] = None
     question_prefill: Annotated[
         str,

@@ -103,7 +103,8 @@ def _counted(row: Score) -> str:
 def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
     """Return a table of scores.
 
-    It has a column for each field of GROUPING, and for `prefill` and `turn`, whose values differ between the rows.
+    It has a column for each field of GROUPING, and for `prefill` and `turn`, whose values differ between the rows. With
+    several prefills, the title names the prefill of the dense attention that all rows are compared with.
     """
     first, divided = rows[0], [*differing(rows, GROUPING), *differing(rows, ("prefill", "turn"))]
     asked = "" if first.length is None else f" ({first.length:,} asked for)"
@@ -112,9 +113,10 @@ def _table(rows: Sequence[Score], about: dict[str, Any]) -> Table:
     stored = "" if about["weights"] == AUTO else f", {about['weights']} weights"
     stored += "" if about["kv_dtype"] == AUTO else f", keys and values in {about['kv_dtype']}"
     stored += "" if about["rope_scaling"] is None else f", RoPE {about['rope_scaling']}"
+    compared = f", compared with dense attention after the {first.prefill} prefill" if "prefill" in divided else ""
     table = titled_table(
         f"{first.task}: {_counted(first)} of {mean}"
-        f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}{stored}",
+        f"{first.tokens:,.0f} tokens{asked}, {first.metric}{unit}, {about['model']}{stored}{compared}",
         [*divided, "method"],
         ["budget", "score [95%]", DIFFERENCE, SAME, "kv fraction", "s"],
     )

@@ -237,21 +237,31 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def rank_device(place: Place, gpus: int) -> torch.device:
+    """Return the GPU of a rank's local number, or the CPU on a machine without GPUs.
+
+    Args:
+        gpus: number of GPUs that this rank finds.
+
+    Raises:
+        UsageError: the machine has fewer GPUs than ranks. Every rank of the machine raises, because a rank that joined
+            would wait for the others.
+    """
+    if not gpus:
+        return torch.device("cpu")
+    if place.local_size > gpus:
+        raise UsageError(f"{place.local_size} ranks need as many GPUs, and this machine has {gpus}; start fewer")
+    return torch.device("cuda", place.local)
+
+
 def join(place: Place) -> Ranks:
     """Connect to the other ranks, with gloo for host memory and NCCL for GPUs.
 
-    A rank uses the GPU of its local rank, or the CPU if torch finds no GPU.
-
     Raises:
-        UsageError: this machine has GPUs, but none for this rank.
+        UsageError: as `rank_device`.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if place.local >= torch.cuda.device_count():
-            raise UsageError(
-                f"{place.size} ranks need as many GPUs, and this machine has {torch.cuda.device_count()}; start fewer"
-            )
-        device = torch.device("cuda", place.local)
+    device = rank_device(place, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -267,7 +277,7 @@ def is_first_to_tell(place: Place) -> bool:
     """Whether this rank is the first to report an error to the user.
 
     Of all calls in all ranks at most one returns True: the first, unless the folder of `place` is gone. Under torchrun,
-    before the ranks are connected, every call of rank 0 returns True instead.
+    before the ranks are connected, every call of a machine's first rank returns True instead.
     """
     if place.folder is not None:
         try:
@@ -277,7 +287,7 @@ def is_first_to_tell(place: Place) -> bool:
             return False
         return True
     if not dist.is_initialized():
-        return place.number == 0
+        return place.local == 0
     store = dist.distributed_c10d._get_default_store()
     return int(store.add(_TOLD, 1)) == 1
 

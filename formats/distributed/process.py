@@ -17,13 +17,14 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 class Place:
     """A process's rank among `size` ranks.
 
-    `number` is the rank, and `local` is the rank's number on this machine. `folder` is the folder through which ranks
-    connect to each other; None under torchrun.
+    `number` is the rank, and `local` is the rank's number among the `local_size` ranks of this machine. `folder` is the
+    folder through which ranks connect to each other; None under torchrun.
     """
 
     number: int
     size: int
     local: int
+    local_size: int
     folder: Path | None
 
 
@@ -36,5 +37,7 @@ def own_place() -> Place | None:
     found = os.environ
     if (FOLDER not in found and _TORCHRUN not in found) or int(found.get("WORLD_SIZE", "1")) < 2:
         return None
-    folder = Path(found[FOLDER]) if FOLDER in found else None
-    return Place(int(found["RANK"]), int(found["WORLD_SIZE"]), int(found["LOCAL_RANK"]), folder)
+    number, size, local = (int(found[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if FOLDER in found:
+        return Place(number, size, local, size, Path(found[FOLDER]))
+    return Place(number, size, local, int(found["LOCAL_WORLD_SIZE"]), None)

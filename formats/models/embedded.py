@@ -13,7 +13,7 @@ from pathlib import Path
 from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.folder import sync_path
-from sparsekv.formats.models.converted import clear, damaged_files, seal, whole_folder
+from sparsekv.formats.models.converted import clear, damaged_files, note_times, seal, whole_folder
 from sparsekv.formats.user.cache import cache_root, keep_named, named_models
 
 EMBEDDED = "smollm2-135m-instruct"
@@ -26,6 +26,19 @@ SPACE_NEEDED = 800_000_000  # bytes on disk while wheel, GGUF file and converted
 def embedded_path() -> Path:
     """Return the folder of the converted model, whether it exists or not."""
     return cache_root() / "models" / EMBEDDED
+
+
+def cached_embedded() -> Path:
+    """Return the folder of the converted model without a download.
+
+    Raises:
+        SparsekvError: the model is missing in the cache, or damaged.
+    """
+    folder = embedded_path()
+    if damaged_files(folder, full=False):
+        raise SparsekvError(f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`")
+    note_times(folder)
+    return folder
 
 
 def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_check: bool = False) -> Path:
@@ -142,8 +155,7 @@ def named_by_index(name: str, progress: Callable[[str], None]) -> str:
             cache.
     """
     if name == EMBEDDED:
-        if damaged_files(embedded_path(), full=False):
-            raise SparsekvError(f"{name} is not in the cache; fetch it with `sparsekv models pull`")
+        cached_embedded()
         return name
     if os.path.isabs(name) and not os.path.exists(name):
         raise SparsekvError(

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sparsekv.formats.errors import SparsekvError, UsageError, suggestion
-from sparsekv.formats.models.converted import damaged_files, first_line
-from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
+from sparsekv.formats.models.converted import first_line
+from sparsekv.formats.models.embedded import EMBEDDED, cached_embedded, pull_embedded
 from sparsekv.formats.user.cache import named_models
 
 # Files needed to load a model. Pickles, and copies of the weights in other formats or in subfolders, are left out.
@@ -87,17 +87,17 @@ Progress = Callable[[str], None]
 def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple[Path, str, str | None]:
     """Find a model's folder, full name and revision. Missing files are downloaded unless `download` is False.
 
-    The embedded model is downloaded in any case. A GGUF file is converted, and the folder is the converted model's
-    folder in the cache. The name may be the GGUF file's path, a folder with one GGUF file and no config.json, or
-    `org/name:FILE.gguf` for a file on the hub.
+    A GGUF file is converted, and the folder is the converted model's folder in the cache. The name may be the GGUF
+    file's path, a folder with one GGUF file and no config.json, or `org/name:FILE.gguf` for a file on the hub.
 
     Raises:
         UsageError: the model does not exist, the name is a file that is no GGUF file, a folder has neither a
             config.json nor exactly one GGUF file, or a GGUF file cannot be converted.
-        SparsekvError: a download failed, a file or folder cannot be read, or a conversion lacks space or memory.
+        SparsekvError: a download failed, a file or folder cannot be read, or a conversion lacks space or memory. Or
+            `download` is False, and the embedded model is not in the cache.
     """
     if name == EMBEDDED:
-        return pull_embedded(progress), name, None
+        return pull_embedded(progress) if download else cached_embedded(), name, None
     path = named_path(name)
     if name and os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
@@ -118,11 +118,12 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
         folder = hub_folder(name, download=download)
         return folder, name, folder.name
     if not os.access(path, os.X_OK):
-        raise SparsekvError(
-            f"model '{name}' cannot be read: permission denied; make it readable, or name another model"
-        )
+        raise _unreadable(name)
     if not os.path.isfile(path / "config.json"):
-        files = sorted(one for one in path.iterdir() if one.suffix.lower() == ".gguf")
+        try:
+            files = sorted(one for one in path.iterdir() if one.suffix.lower() == ".gguf")
+        except PermissionError:
+            raise _unreadable(name) from None
         if len(files) == 1:
             return _converted(files[0], name, progress), str(path.resolve()), None
         if files:
@@ -132,6 +133,10 @@ def find_model(name: str, progress: Progress, *, download: bool = True) -> tuple
             "a GGUF file, or see `sparsekv models list`"
         )
     return path, str(path.resolve()), None
+
+
+def _unreadable(name: str) -> SparsekvError:
+    return SparsekvError(f"model '{name}' cannot be read: permission denied; make it readable, or name another model")
 
 
 def _converted(path: Path, name: str, progress: Progress) -> Path:
@@ -150,11 +155,8 @@ def local_folder(name: str, progress: Progress = lambda text: None) -> Path:
     """Return the folder of a model that is on this machine, without a download. A GGUF file is converted if needed.
 
     Raises:
-        UsageError: the model is not on this machine.
-        SparsekvError: the embedded model is not in the cache. Also raises the errors of `find_model`.
+        UsageError: the model is not on this machine. Also raises the errors of `find_model`.
     """
-    if name == EMBEDDED and damaged_files(embedded_path(), full=False):
-        raise SparsekvError(f"{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`")
     return find_model(name, progress, download=False)[0]
 
 

@@ -60,7 +60,7 @@ class CodesIndexer(MultipoleIndexer):
         default=8,
         metadata={
             "help": "Bytes of a key's code, a divisor of the head's channels. Heads of more than 128 channels have "
-            "twice as many."
+            "twice as many, if these divide the channels too."
         },
     )
     query_sample: int = field(

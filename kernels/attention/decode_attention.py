@@ -52,12 +52,10 @@ def decode_attention(
     chosen, always = (
         attention_logits(query[:, :, None], each, softmax_scale, softcap)[:, :, 0] for each in (keys, exact[0])
     )
-    logits, stood = [chosen.masked_fill(~valid[:, None], -torch.inf), always], [part.gathered() for part in centroids]
-    for part, each in zip(centroids, stood, strict=True):
-        logits.append(part.logits[..., : each.shape[1]] + part.log_weights()[:, None, : each.shape[1]])
+    logits = [chosen.masked_fill(~valid[:, None], -torch.inf), always, *(part.weighted_logits() for part in centroids)]
     if sink_logits is not None:
         logits.append(sink_logits.float()[..., None])
-    all_values = torch.cat([values, exact[1], *stood], 1).to(wide)
+    all_values = torch.cat([values, exact[1], *(part.gathered() for part in centroids)], 1).to(wide)
     weights = torch.cat(logits, -1).softmax(-1)[..., : all_values.shape[1]]
     return (weights.to(all_values.dtype) @ all_values).to(query.dtype)
 

@@ -162,12 +162,14 @@ def _partial_kernel(
         for at in tl.range(begin, stop, TILE, num_stages=ROW_STAGES):
             c = at + t
             inside = c < stop
-            row = tl.load(listed_rows + head * listed_stride + c, mask=inside & (c < listed), other=0)
+            there = inside & (c < listed)
+            row = tl.load(listed_rows + head * listed_stride + c, mask=there, other=0)
             count = tl.load(listed_counts + head * listed_counts_stride + c, mask=inside, other=-float("inf"))
             # A cluster whose rows are all attended individually has no rows left to represent.
-            mask = (count > -float("inf"))[:, None] & in_row
+            mask = (there & (count > -float("inf")))[:, None] & in_row
             v = tl.load(values_of + row[:, None] * D + d, mask=mask, other=0.0)
             logits = (tl.load(logits_of + c, mask=of_group[:, None] & inside, other=0.0) + count) * LOG2_E
+            logits = tl.where(there, logits, -float("inf"))
             peak, total, output = softmax.add_tile(peak, total, output, logits, v)
 
     logits_of = stand_logits + (head * G + g[:, None]) * logits_stride

@@ -82,7 +82,7 @@ class ScoredCentroids:
     attended individually.
 
     With `rows` [H, C] int32, `values` [H, V, D] holds the values of V clusters, and `rows` are indices into it. The
-    first `used` [H] int32 rows are valid, or all of them if `used` is None.
+    first `used` [H] int32 of them are attended, or all if `used` is None.
 
     `scales` and `clusters` are None if there are `rows`. With `scales`, the values are int8, and the scales convert
     them to real values. With `clusters`, the attention kernel adds a further term to logits + log_counts: the log of
@@ -97,17 +97,34 @@ class ScoredCentroids:
     scales: RowScales | None = None
     clusters: TakenRows | None = None
 
+    def valid(self) -> torch.Tensor | None:
+        """Return a mask [H, C] bool of the valid `rows`; None if all centroids are valid."""
+        if self.rows is None or self.used is None:
+            return None
+        return torch.arange(self.rows.shape[1], device=self.rows.device) < self.used[:, None]
+
     def log_weights(self) -> torch.Tensor:
         """Return the log weights [H, C or more] that are added to the logits."""
         return self.log_counts if self.clusters is None else self.clusters.log_left() + self.log_counts
 
+    def weighted_logits(self) -> torch.Tensor:
+        """Return logits + log weights [H, G, C]; minus infinity for centroids that are not `valid`."""
+        C, valid = (self.values if self.rows is None else self.rows).shape[1], self.valid()
+        logits = self.logits[..., :C] + self.log_weights()[:, None, :C]
+        return logits if valid is None else logits.masked_fill(~valid[:, None], -torch.inf)
+
     def gathered(self) -> torch.Tensor:
-        """Return the value of each centroid [H, C, D]; copies the values if there are `rows` or `scales`."""
+        """Return the value of each centroid [H, C, D]; copies the values if there are `rows` or `scales`.
+
+        The value of a centroid that is not `valid` is that of the first cluster.
+        """
         if self.scales is not None:
             return self.values.float() * self.scales.rows[..., 1:].float()
         if self.rows is None:
             return self.values
-        return self.values.gather(1, self.rows.long()[..., None].expand(-1, -1, self.values.shape[2]))
+        valid = self.valid()
+        rows = self.rows if valid is None else torch.where(valid, self.rows, 0)
+        return self.values.gather(1, rows.long()[..., None].expand(-1, -1, self.values.shape[2]))
 
 
 def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
@@ -117,7 +134,7 @@ def one_level(parts: Sequence[ScoredCentroids]) -> ScoredCentroids | None:
     """
     if len(parts) < 2:
         return parts[0] if parts else None
-    assert all(part.scales is None and part.clusters is None for part in parts)
+    assert all(part.rows is None and part.scales is None and part.clusters is None for part in parts)
     sizes = [part.values.shape[1] for part in parts]
     return ScoredCentroids(
         torch.cat([part.logits[..., :size] for part, size in zip(parts, sizes, strict=True)], -1),

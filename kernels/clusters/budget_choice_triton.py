@@ -182,6 +182,14 @@ def take_members(
     clusters, count, longest = tl.reduce((known.to(tl.int32), taken, taken), 0, sums_and_largest)
     slot = tl.where(rank > last, above + (ends & SIZE_MASK).to(tl.int32) - above_number, had + equal_begins)
     order = (ends >> (2 * TOKENS)).to(tl.int32) - 1
+    # Only members that have slots are counted. Slots may be too few with a threshold, and for opened clusters. With a
+    # threshold, all taken clusters are above the last rank.
+    if OPEN:
+        higher = tl.sum(above_number, 0)
+        count = tl.minimum(count - higher, tl.maximum(slots - had - equal, 0))
+        count += tl.minimum(higher, tl.maximum(slots - above, 0))
+    else:
+        count = tl.minimum(count, tl.maximum(slots - above, 0))
     _write_members(scratch, clusters, longest, rows, slots, order, known, starts, slot, taken, ENTRIES, WIDTH)
     if count > 0:
         tl.atomic_add(used + head, count, sem="relaxed")
@@ -401,7 +409,7 @@ class Wanted:
     `starts` [H, C] int is the first member of each cluster, a token's row or a child, written before the ranks are
     computed. For listed clusters, the kernels write zeros past the last cluster. At most `slots` members of a head are
     listed. `children` [H, C] int32 is the number of each cluster's children, contiguous and written before the logits
-    are computed. The number of members taken is added to `seen` [H] int64, unless `seen` is None.
+    are computed. The number of members listed is added to `seen` [H] int64, unless `seen` is None.
     """
 
     starts: torch.Tensor

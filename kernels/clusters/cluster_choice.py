@@ -137,7 +137,7 @@ def choose_clusters(
         query: [H, G, D]; centroids: [H, C, D]; counts, starts: [H, C] int, token count and first row of each cluster.
         budget: number of tokens to take in each head; with a threshold, the capacity in tokens. A head has at most
             `MOST_TOKENS` (2,097,151) tokens.
-        seen: [H] int64, to which the number of tokens taken is added.
+        seen: [H] int64, to which `used` is added.
 
     Returns:
         See `ClusterChoice`. Allocates the logits, the rows and nine tensors [H, C].
@@ -189,7 +189,7 @@ def choice_of(
 ) -> ClusterChoice:
     """Build a `ClusterChoice` with its rows, at most `slots` of them, in the order of the clusters."""
     rows, _ = expand_runs(starts, lengths, slots)
-    used = lengths.sum(-1, dtype=torch.int32)
+    used = lengths.sum(-1, dtype=torch.int32).clamp_(max=slots)
     return ClusterChoice(logits, lengths, left.float().log(), rows.int(), used)
 
 
@@ -303,9 +303,9 @@ def choose_together(
         centroids: [H, C, D], C at most `MOST_CLUSTERS`; counts, starts: [H, C] int, token count and first row of each
             cluster, with at most `MOST_TOKENS` tokens a head.
         budget: number of tokens for each question in each head.
-        capacity: number of row slots of a head, at least the number of rows in the union.
+        capacity: number of row slots of a head.
         thresholds: [B] float32, the threshold of each question; None: the budget decides.
-        seen: [H] int64, to which the number of tokens in the union is added.
+        seen: [H] int64, to which `used` is added.
 
     Returns:
         See `SharedChoice`. Allocates scores [H, T, C] float32, the rows, and three tensors [H, C].

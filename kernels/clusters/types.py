@@ -109,9 +109,9 @@ class ClusterChoice:
     A member is a token, or a child: a cluster of the next finer level. `logits` [H, G, C or more] float32 are the
     query's logits for the centroids, minus infinity for empty clusters and past the last. `lengths` [H, C] int32 is the
     number of members taken from each cluster, from its first member on. `log_left` [H, C or more] float32 is the log of
-    the number of a cluster's tokens that are not taken, minus infinity for none. `rows` [H, R] int32 lists all members
-    taken; the first `used` [H] int32 are valid. Kernels also return `queue` [H] int32 zeros, for `RunRows.queue` of the
-    attention that follows.
+    the number of a cluster's tokens that are not taken, minus infinity for none. `rows` [H, R] int32 lists the members
+    taken, or as many of them as there are slots. The first `used` [H] int32 rows are valid. Kernels also return `queue`
+    [H] int32 zeros, for `RunRows.queue` of the attention that follows.
     """
 
     logits: torch.Tensor
@@ -140,7 +140,7 @@ class Children:
     """Children of C clusters of each of H heads in the level below.
 
     `numbers` [H, C] int32 is the number of children, and `first` [H, C] int the index of the first child. At most
-    `slots` children can be taken in a head. Their number is added to `seen` [H] int64, unless `seen` is None.
+    `slots` children are listed in a head. Their number is added to `seen` [H] int64, unless `seen` is None.
     """
 
     numbers: torch.Tensor

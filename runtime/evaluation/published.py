@@ -335,9 +335,7 @@ def read_pairs(file: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         UsageError: the file is unreadable or empty, a line is not in this format, or F1 cannot score its answers.
     """
     option = "--pairs"
-    return tuple(
-        _guarded(_measurable_pair, record, f"{option} {file}, line {number}") for number, record in _lines(file, option)
-    )
+    return tuple(_guarded(_pair, record, f"{option} {file}, line {number}") for number, record in _lines(file, option))
 
 
 def shorten(text: str, count: CountTokens, limit: int) -> str:
@@ -362,7 +360,9 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                record = dict(json.loads(line))
+                record = json.loads(line, parse_constant=_refuse_constant)
+                if not isinstance(record, dict):
+                    raise TypeError
                 json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate, such as \ud83d, cannot be encoded
                 found.append((number, record))
             except UnicodeEncodeError:
@@ -375,6 +375,11 @@ def _lines(file: str, option: str = "--data") -> list[tuple[int, Record]]:
     if not found:
         raise UsageError(f"{option} {file} is empty; give one JSON object per line")
     return found
+
+
+def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and infinite numbers, which JSON does not have."""
+    raise ValueError(name)
 
 
 def _read(record: Record, line: Line) -> Context:
@@ -393,77 +398,104 @@ def _guarded(reader: Callable[[Record], T], record: Record, where: str) -> T:
         raise UsageError(f"{where}: {why}") from None
 
 
+_KINDS = {dict: "object", list: "list", bool: "boolean", type(None): "null"}
+"""JSON's names of the types of values that are neither texts nor numbers."""
+
+
+def _text(value: Any, what: str) -> str:
+    """Return a text or a number as a string; raise ValueError, which begins with `what`, for another JSON type."""
+    if type(value) in _KINDS:
+        raise ValueError(f"{what} is a JSON {_KINDS[type(value)]}; give a text")
+    return str(value)
+
+
+def _field(record: Record, name: str) -> str:
+    """Return a field's text. Raises ValueError for another JSON type, and KeyError if there is no such field."""
+    return _text(record[name], f"the field '{name}'")
+
+
+def _name(record: Record, field: str, line: Line) -> str:
+    """Return the name of a context: the field's value, or else the number of the line."""
+    value = record.get(field)
+    return str(line if value is None else value)
+
+
 def _strings(value: Any) -> tuple[str, ...]:
     """Return the answers as strings. Empty answers are left out, because every text contains an empty string.
 
-    Raises ValueError if no answer is left, or if an answer is a JSON object or list.
+    Raises ValueError if no answer is left, or if an answer is a JSON object, list or boolean.
     """
     given = value if isinstance(value, list) else [value]
-    if nested := next((one for one in given if isinstance(one, dict | list)), None):
-        kind = "object" if isinstance(nested, dict) else "list"
-        raise ValueError(f"an answer is a JSON {kind}; give a text, a number, or a list of these")
-    values = tuple(str(one) for one in given if one is not None and str(one).strip())
+    values = tuple(text for one in given if one is not None and (text := _text(one, "an answer")).strip())
     if not values:
         raise ValueError("a question has no answer")
     return values
 
 
-def _measurable_pair(record: Record) -> tuple[str, tuple[str, ...]]:
-    """Read a question with its answers. Raises ValueError if the answers have only punctuation and articles.
-
-    F1 ignores punctuation and articles, so no answer of a model could match.
-    """
-    question, answers = _pair(record)
-    if not any(normalise(one) for one in answers):
-        raise ValueError(f"F1 counts neither punctuation nor articles, which is all of the answer {answers[0]!r}")
-    return question, answers
-
-
 def _pair(record: Record) -> tuple[str, tuple[str, ...]]:
-    question = record["question"]
+    """Read a question from the field `question`, and its answers from `answers` or `answer`; check them as `_asked`."""
+    alone = "answer" in record and "answers" not in record
+    return _asked(record["question"], record["answer" if alone else "answers"])
+
+
+def _asked(question: Any, answers: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the texts of a question and of its answers.
+
+    Raises ValueError if one of them is empty or not a text, or if the answers have only punctuation and articles. F1
+    ignores these, so no answer of a model could match.
+    """
     if question is None or not str(question).strip():
         raise ValueError("the question is empty")
-    alone = "answer" in record and "answers" not in record
-    return str(question), _strings(record["answer" if alone else "answers"])
+    expected = _strings(answers)
+    if not any(normalise(one) for one in expected):
+        raise ValueError(f"F1 counts neither punctuation nor articles, which is all of the answer {expected[0]!r}")
+    return _text(question, "the question"), expected
 
 
 def _longbench(record: Record, line: Line) -> Context:
-    dataset = str(record["dataset"]).removesuffix("_e")
+    dataset = _field(record, "dataset").removesuffix("_e")
     if dataset not in DATASETS:
         raise ValueError(f"dataset {dataset} has no English metric here; there are: {', '.join(DATASETS)}")
     known = DATASETS[dataset]
     head, tail = known.prompt.split("{context}")
+    labels = record.get("all_classes")
+    if known.metric == "classification" and not labels:
+        raise ValueError(f"{dataset} needs the labels of its classes; give them as a list in the field 'all_classes'")
     question = Question(
-        text=tail.replace("{input}", str(record["input"])),
+        text=tail.replace("{input}", _field(record, "input")),
         answers=_strings(record["answers"]),
         metric=known.metric,
         max_new_tokens=known.max_new_tokens,
-        classes=_strings(record["all_classes"]) if record.get("all_classes") else ("",),
+        classes=_strings(labels) if labels else (),
     )
-    return Context(dataset, str(record.get("_id", line)), head + str(record["context"]), (question,), bare=known.bare)
+    text = head + _field(record, "context")
+    return Context(dataset, _name(record, "_id", line), text, (question,), bare=known.bare)
 
 
 def _ruler(record: Record, line: Line) -> Context:
-    text = str(record["input"])
+    text = _field(record, "input")
     ends = [(text.rfind(end[0]), end) for end in RULER_ENDS if end[0] in text]
     if not ends:
         raise ValueError("the input does not end with a question of RULER's tasks")
     # The last match counts, because a prompt with an example also has a question before the context.
     at, (_, metric, longest, task, begins) = max(ends)
-    asked, prefix = text[at:], str(record.get("answer_prefix", "")).strip()
+    asked, prefix = text[at:], _text(record.get("answer_prefix") or "", "the field 'answer_prefix'").strip()
     if not prefix and begins in asked:
         asked, prefix = asked[: asked.rindex(begins)], asked[asked.rindex(begins) :].strip()
     question = Question(f"{asked} " if prefix else asked, _strings(record["outputs"]), metric, longest, prefix)
-    return Context(task, str(record.get("index", line)), text[:at], (question,))
+    return Context(task, _name(record, "index", line), text[:at], (question,))
 
 
 def _longbench_v2(record: Record, line: Line) -> Context:
     head = "Please read the following text and answer the question below.\n\n<text>\n"
     fields = ("question", "choice_A", "choice_B", "choice_C", "choice_D")
-    filled = CHOICES.format(**{field: str(record[field]).strip() for field in fields})
-    question = Question(f"\n</text>\n\n{filled}", _strings(record["answer"]), "choice", 128)
+    filled = CHOICES.format(**{field: _field(record, field).strip() for field in fields})
+    answers = _strings(record["answer"])
+    if not {*answers} <= {*"ABCD"}:
+        raise ValueError(f"the answer {answers[0]!r} is not the letter of a choice; give A, B, C or D")
+    question = Question(f"\n</text>\n\n{filled}", answers, "choice", 128)
     task = f"longbench-v2 {record['domain']}" if "domain" in record else "longbench-v2"
-    return Context(task, str(record.get("_id", line)), head + str(record["context"]).strip(), (question,))
+    return Context(task, _name(record, "_id", line), head + _field(record, "context").strip(), (question,))
 
 
 def _niah(record: Record, line: Line) -> Context:
@@ -471,10 +503,10 @@ def _niah(record: Record, line: Line) -> Context:
 
     Raises ValueError if the needle is not in the context.
     """
-    text, needle = str(record["context"]), str(record["needle"]).strip()
+    text, needle = _field(record, "context"), _field(record, "needle").strip()
     if not needle or needle not in text:
         raise ValueError("the needle is not in the context")
-    asked = str(record["retrieval_question"] if "retrieval_question" in record else record["question"])
+    asked = _field(record, "retrieval_question" if "retrieval_question" in record else "question")
     exact = "answer" in record
     question = Question(
         text=f"\n\n{asked} Don't give information outside the document or repeat your findings",
@@ -483,22 +515,26 @@ def _niah(record: Record, line: Line) -> Context:
         max_new_tokens=64,
         depth=text.index(needle) / len(text),
     )
-    return Context("niah", str(record.get("index", line)), text, (question,))
+    return Context("niah", _name(record, "index", line), text, (question,))
 
 
 def _prefixqa(record: Record, line: Line) -> Context:
-    text, asked = str(record["context"]), record["questions"]
+    text, asked = _field(record, "context"), record["questions"]
+    if not isinstance(asked, list):
+        raise TypeError
     if all(isinstance(one, dict) for one in asked):
         pairs = [_pair(one) for one in asked]
     else:
         answers = record["answers"]
+        if not isinstance(answers, list):
+            raise TypeError
         if len(answers) != len(asked):
             raise ValueError(f"{len(asked)} questions and {len(answers)} answers")
-        pairs = [(str(question), _strings(answer)) for question, answer in zip(asked, answers, strict=True)]
+        pairs = [_asked(question, answer) for question, answer in zip(asked, answers, strict=True)]
     if not pairs:
         raise ValueError("no questions")
     questions = [ask(question, answers, text) for question, answers in pairs]
-    return Context("prefixqa", str(record.get("id", line)), text, tuple(questions))
+    return Context("prefixqa", _name(record, "id", line), text, tuple(questions))
 
 
 SCBENCH = {
@@ -567,7 +603,7 @@ def _scbench(record: Record, line: Line) -> Context:
         Question(tail.format(**fields), answers, known.metric, known.max_new_tokens) for fields, answers in read
     ]
     document = head.format(first=read[0][0]["input"]) + str(text)
-    return Context(name, str(record.get("id", line)), document, tuple(questions))
+    return Context(name, _name(record, "id", line), document, tuple(questions))
 
 
 def _scbench_turn(turn: Record, prompt: str) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -579,7 +615,9 @@ def _scbench_turn(turn: Record, prompt: str) -> tuple[dict[str, str], tuple[str,
         raise ValueError("the input is empty or not a text; give the words of the request")
     fields, answers = {"input": turn["input"]}, _strings(turn["answer"])
     if "{A}" in prompt:
-        options = [str(one) for one in turn["options"]]
+        if not isinstance(turn["options"], list):
+            raise TypeError
+        options = [_text(one, "an option") for one in turn["options"]]
         if len(options) != 4 or answers[0] not in options:
             raise ValueError("give four options, of which one is the answer")
         fields |= dict(zip("ABCD", options, strict=True))

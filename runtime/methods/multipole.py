@@ -61,7 +61,7 @@ class Multipole(ClusterMethod):
         Refers to the centroids and counts of all levels. Allocates the token order in int64, and a few numbers per
         cluster.
         """
-        clustering = BlockClustering.from_parameters(context.parameters) if self.stream and context.parameters else None
+        clustering = BlockClustering.from_parameters(context.parameters) if self.stream else None
         return ClusterSelector(
             context,
             hierarchical=self.is_hierarchical(context),

@@ -182,7 +182,7 @@ def measure_layer(
 ) -> dict[MeasuredSetting, Measures]:
     """Measure settings on one layer, on a device. Raises the errors of `prepare_layer`.
 
-    A setting with `together` above 1 is left out of the result if its method cannot unite selections.
+    The method of a setting with `together` above 1 must be able to unite selections.
 
     Allocates several tensors of 256 MB for logits, or of one batch of queries if that is more. On a GPU, also allocates
     the layer's keys and values.
@@ -196,7 +196,6 @@ def measure_layer(
         shared = states.setdefault((form.name, form.variant), {})
         prepared = prepare_layer(rows, form, device, shared)
         selectors[form] = prepared.selector
-    measured = [one for one in measured if one.together == 1 or one.form.method.can_unite()]
     results = {one: Measures() for one in measured}
     for truth in truths(rows, blocks, device, max((one.together for one in measured), default=1)):
         for one in measured:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import KVStorage
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
@@ -171,6 +171,7 @@ def recall_report(
     configured: Mapping[str, tuple[str, Method]] | None = None,
     together: Sequence[int] = (1,),
     device: torch.device = CPU,
+    note: Callable[[str], None] = lambda line: None,
 ) -> RecallReport:
     """Measure methods by name at each budget, layer by layer, on a device. Needs the memory of one layer.
 
@@ -184,17 +185,17 @@ def recall_report(
         together: measure each variant once for each of these numbers of queries, which then share the union of their
             selections. The queries of a group are evenly spread over a batch of `truths`. Methods that cannot share,
             and variants under a guard, are left out for numbers above 1.
+        note: called with a line that names the variants that are left out for numbers above 1, if there are any.
 
     Raises:
-        UsageError: `residual` is set, and the index has no value centroids.
+        UsageError: `residual` is set, and the index has no value centroids. Or `together` leaves out all variants.
         ArtifactError: dense attention of a layer is not finite, or the errors of `checked_rows` and `prepare_layer`.
     """
     manifest = artifact.manifest
     compared = [
         form for name in names for form in forms(artifact, name, (configured or {}).get(name), residual=residual)
     ]
-    alone = _measured(compared, budgets, guard)
-    measured = [replace(one, together=number) for one in alone for number in together if number == 1 or not one.guard]
+    measured = _together(_measured(compared, budgets, guard), together, note)
     layers = manifest.indexed_layers
     rows: list[RecallRow] = []
     states: SharedStates = {}
@@ -252,6 +253,35 @@ def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | 
                 if estimates_missed(form.method, residual=form.residual)
             ]
         measured += [MeasuredSetting(form, budget, by) for form, by in guarded for budget in budgets]
+    return measured
+
+
+def _together(
+    settings: Sequence[MeasuredSetting], together: Sequence[int], note: Callable[[str], None]
+) -> list[MeasuredSetting]:
+    """Return the settings for each number of queries together.
+
+    Settings whose queries cannot share a selection are left out for numbers above 1. Then `note` is called with a line
+    that names them. Raises UsageError with this line if no setting remains.
+    """
+    several = [number for number in together if number > 1]
+    alone = dict.fromkeys(one.form.title for one in settings if one.guard or not one.form.method.can_unite())
+    measured = [
+        replace(one, together=number)
+        for one in settings
+        for number in together
+        if number == 1 or one.form.title not in alone
+    ]
+    if several and alone:
+        line = (
+            f"--together {','.join(map(str, several))} leaves out {', '.join(alone)}: a guard, or what represents "
+            "unselected tokens, holds for one query only"
+        )
+        if 1 not in together:
+            line += "; add 1 to --together to measure queries alone"
+        if not measured:
+            raise UsageError(line)
+        note(line)
     return measured
 
 

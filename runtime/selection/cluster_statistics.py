@@ -207,8 +207,8 @@ class Clustering:
         levels: statistics of each level, finest first.
         blocks: blocks in order of position; empty if the middle was clustered as a whole.
         counts: [Hk, C], token counts of the finest clusters.
-        biggest: the clusters with the most tokens.
-        most_spread: the clusters with the largest `key_spread`; clusters of fewer than two tokens come last.
+        biggest: the clusters with the most tokens, without empty clusters.
+        most_spread: the clusters with the largest `key_spread`, without clusters of fewer than two tokens.
     """
 
     levels: list[LevelShape]
@@ -227,15 +227,17 @@ def describe_clusters(
         tensors: tensors of the index, with token positions counted from the first middle token.
         keys, values: [Hk, M, D] of the middle, as attended, in order of position.
         first_token: position in the prompt of the first middle token.
-        biggest: number of the biggest clusters to list, over all KV heads, and number of the clusters of largest
+        biggest: largest number of the biggest clusters to list, over all KV heads, and of the clusters of largest
             spread.
     """
     counts = tensors["level0.counts"]
     own = cluster_spreads(keys, tensors)
-    several = torch.where(counts > 1, own, -1.0)
-    largest, loosest = (one.flatten().topk(min(biggest, counts.numel())).indices.tolist() for one in (counts, several))
 
-    def clusters(numbers: list[int]) -> list[Cluster]:
+    def first(measure: torch.Tensor, least: int) -> list[Cluster]:
+        """Return the clusters of at least `least` tokens with the largest measures [Hk, C]."""
+        listed = counts >= least
+        best = measure.masked_fill(~listed, -1).flatten().topk(min(biggest, int(listed.sum()))).indices
+        numbers: list[int] = best.tolist()
         places = (divmod(number, counts.shape[1]) for number in numbers)
         return [_cluster(tensors, first_token, *place, float(own[place])) for place in places]
 
@@ -244,8 +246,8 @@ def describe_clusters(
         levels=_levels(tensors, *spreads),
         blocks=_blocks(tensors, first_token),
         counts=counts.cpu(),
-        biggest=clusters(largest),
-        most_spread=clusters(loosest),
+        biggest=first(counts, 1),
+        most_spread=first(own, 2),
     )
 
 

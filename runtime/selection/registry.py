@@ -141,8 +141,8 @@ def choose_methods(
 
     Args:
         how: returns, for a method's name, the instruction that adds the method to the index.
-        beside: names that the caller accepts and handles itself, such as `dense`. Error messages list them with the
-            methods.
+        beside: names that the caller accepts and handles itself, such as `dense`, and that are not among `names`. Error
+            messages list them with the methods.
 
     Raises:
         UsageError: a name is not that of a method, as with `dense` and `auto`, or the method is not usable.
@@ -150,7 +150,7 @@ def choose_methods(
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]
     for name in names:
-        if name == DENSE and name not in beside:
+        if name == DENSE:
             raise UsageError(f"{name} attention is the baseline with which all methods are compared; leave it out")
         if name == AUTO:
             raise UsageError(f"{AUTO_ELSEWHERE}; name one of: {', '.join([*usable, *beside])}")

@@ -80,6 +80,17 @@ def test_an_index_that_contradicts_itself_is_told_before_it_is_built_upon(place:
     assert run_here(*build, "--force", "-q").code == 0
 
 
+def test_a_record_without_parameters_cannot_take_generated_tokens(place: Path) -> None:
+    """They have to join the clusters as the indexer would let them. Without --stream nothing needs the parameters."""
+    whole = read_manifest(place / "doc.skv")
+    methods = whole.methods | {"multipole": whole.methods["multipole"].model_copy(update={"parameters": {}})}
+    (place / "doc.skv" / "manifest.json").write_bytes(manifest_bytes(whole.model_copy(update={"methods": methods}))[0])
+    ask = ("generate", "-i", "doc.skv", "Why?", "--model", "model", "--method", "multipole", "--max-new-tokens", "2")
+    assert run_here(*ask, "-q").code == 0
+    says = ("multipole of doc.skv does not have the tensors and parameters that this version builds", "--force")
+    fails(1, *ask, "--stream", says=says)
+
+
 def test_tokens_that_no_tokenizer_has_give_no_words(place: Path) -> None:
     _strange_tokens(place / "doc.skv")
     inspected = run_here("inspect", "--method", "all", "--model", "model", "--html", "x.html")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.command import fails, run_here, shell
 
-from sparsekv.formats.hints import command
+from sparsekv.formats.hints import command, is_text
 from sparsekv.formats.index.manifest import read_manifest, write_defaults
 from sparsekv.formats.index.schema import Defaults, TuneTarget
 from sparsekv.formats.models.embedded import EMBEDDED
@@ -111,6 +111,25 @@ def test_every_command_exits_alike_where_no_index_is(place: Path, command: tuple
     fails(2, *command, "--index", "doc.skv", says=("no index", "`sparsekv build-index doc.txt -o doc.skv`"))
     if command[0] != "bench":  # which without an index times a mixture
         fails(2, *command, says=("no index in this folder", "`sparsekv build-index doc.txt`"))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a" * 4095 + "é".encode(), True),
+        (b"a" * 4095 + b"\xff" * 9, False),
+        (b"\0" * 4095 + "é".encode(), False),
+        (b" " * 4095 + "é".encode(), False),
+        (b"a" * 99 + b"\xc3", False),
+    ],
+    ids=["cut", "invalid", "zeros", "blank", "incomplete"],
+)
+def test_a_character_that_is_cut_at_4_kib_does_not_make_a_file_a_text(
+    tmp_path: Path, content: bytes, expected: bool
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    assert is_text(file) == expected
 
 
 def test_tune_is_shown_with_its_target_where_its_default_is_gone(place: Path) -> None:

@@ -35,6 +35,28 @@ def test_no_more_than_there_are_questions(place: Path) -> None:
     assert "--together 5: --queries has 4 queries to measure on; give no larger number" in refused.stderr
 
 
+GUARDED = ("recall-report", "--index", "doc.skv", "--method", "multipole", "--budget", "5%", "--guard", "1%")
+ALONE = "a guard, or what represents unselected tokens, holds for one query only"
+
+
+def test_variants_that_queries_cannot_share_are_named(place: Path) -> None:
+    """Those under a guard, and those of methods that represent unselected tokens for one query alone."""
+    told = run_here(*GUARDED, "--method", "magicpig", "--lookup", "flat", "--together", "2", "--json")
+    assert told.code == 0, told.stderr
+    assert {row["method"] for row in json.loads(told.stdout)["rows"]} == {"multipole"}
+    line = f"--together 2 leaves out multipole lookup=flat + guard, magicpig: {ALONE}; add 1 to --together to measure"
+    assert line in told.stderr
+    told = run_here(*GUARDED, "--lookup", "flat", "--together", "1,2")
+    assert f"--together 2 leaves out multipole lookup=flat + guard: {ALONE}\n" in told.stderr
+    assert run_here(*GUARDED, "--lookup", "flat", "--together", "1").stderr.count("leaves out") == 0
+
+
+def test_a_number_together_that_leaves_nothing_to_measure_is_refused(place: Path) -> None:
+    refused = run_here("recall-report", "--index", "doc.skv", "--method", "magicpig", "--together", "2,4")
+    assert refused.code == 2
+    assert f"--together 2,4 leaves out magicpig: {ALONE}; add 1 to --together to measure" in refused.error()
+
+
 def test_more_than_the_tail_has(place: Path) -> None:
     refused = run_here(*REPORT, "--together", "1,999")
     assert refused.code == 2

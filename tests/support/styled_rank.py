@@ -15,7 +15,7 @@ from support.summing_ranks import as_seen_by
 
 def run(number: int, folder: Path, memory: list[torch.Tensor], ids: torch.Tensor, names: tuple[str, ...]) -> None:
     """Write each model's logits of each row of `ids` to the folder, and how many sums the memory was used for."""
-    ranks = join(Place(number, len(memory), number, folder / "meeting"))
+    ranks = join(Place(number, len(memory), number, len(memory), folder / "meeting"))
     group = dist.group.WORLD
     assert group is not None
     view = as_seen_by(number, memory)

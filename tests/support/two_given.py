@@ -21,7 +21,7 @@ TOLD, TIMES = bytes(range(32)), 50
 
 def second(folder: Path) -> None:
     """Gives tensors, nothing, and tensors again, and tells something meanwhile."""
-    ranks = join(Place(1, 2, 1, folder))
+    ranks = join(Place(1, 2, 1, 2, folder))
     channel = ranks.open_channel()
     telling = Thread(target=lambda: [channel.send(TOLD) for _ in range(TIMES)])
     telling.start()
@@ -48,4 +48,4 @@ def _assert_given(ranks: Ranks) -> None:
 
 def first(folder: Path) -> None:
     """Takes what the second gives, and fails where it is anything else."""
-    _assert_given(join(Place(0, 2, 0, folder)))
+    _assert_given(join(Place(0, 2, 0, 2, folder)))

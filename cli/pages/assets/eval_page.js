@@ -50,7 +50,7 @@ function groupSection(rows) {
     element("p", { class: "small faint" }, `${count(first.questions)} questions about ${count(first.contexts)} contexts of ${count(Math.round(first.tokens))} tokens in the mean; intervals are of 95%`),
     linePlot(`Score by ${first.metric}${unit}`, { name: "kv fraction (keys and values read)", log: true, text: axisPercent }, { name: `${first.metric}${unit}`, text: plain }, lines,
       { level: dense ? { y: dense.score, name: `dense attention: ${withInterval(dense.score, dense.score_low, dense.score_high)}` } : null }),
-    dataTable(`${first.metric}${unit}; difference in the same unit, paired by question`, columns, rows));
+    dataTable(`${first.metric}${unit}; difference in the same unit, paired by question${several ? `, from dense attention after the ${first.prefill} prefill` : ""}`, columns, rows));
 }
 
 /** Needles by length and depth, one map for each task and way; all in the same colours, from 0% to 100%. */

@@ -28,6 +28,17 @@ def test_a_document_that_is_too_short_is_left_out_with_its_line(place: Path, *, 
     assert line.endswith("; give a longer document, or give --tail 6")
 
 
+@pytest.mark.parametrize(("prefills", "named"), [(("keydiff", "dense"), True), (("dense",), False)])
+def test_the_prefill_that_all_are_compared_with_is_named_beside_others(
+    place: Path, prefills: tuple[str, ...], named: bool
+) -> None:
+    _write((place / "doc.txt").read_text())
+    outcome = run_here(*ASK, "--max-new-tokens", "2", *(part for one in prefills for part in ("--prefill", one)), "-q")
+    assert outcome.code == 0, outcome.stderr
+    table = " ".join(outcome.stdout.split())
+    assert (f"compared with dense attention after the {prefills[0]} prefill" in table) == named
+
+
 def test_documents_that_are_all_too_short_are_refused_before_any_work(place: Path) -> None:
     _write(SHORT, SHORT)
     outcome = run_here(*ASK)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.converted import damaged_files
 from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
+from sparsekv.formats.models.find import find_model
 from sparsekv.formats.models.load import LoadedModel, known_models
 
 PULL = "from sparsekv.formats.models.embedded import pull_embedded; print(pull_embedded())"
@@ -125,6 +126,15 @@ def test_a_model_that_is_whole_is_read_in_full_once(cached_copy: Path) -> None:
     os.utime(config, ns=times)
     assert damaged_files(cached_copy, full=False) == []
     assert damaged_files(cached_copy, full=True) == ["config.json"]
+
+
+def test_a_missing_model_is_not_downloaded_without_permission(other_cache: Path, cached_copy: Path) -> None:
+    assert find_model(EMBEDDED, print, download=False) == (cached_copy, EMBEDDED, None)
+    (cached_copy / "config.json").unlink()
+    before = sorted(other_cache.rglob("*"))
+    with pytest.raises(SparsekvError, match=f"^{EMBEDDED} is not in the cache; fetch it with `sparsekv models pull`$"):
+        find_model(EMBEDDED, print, download=False)
+    assert sorted(other_cache.rglob("*")) == before
 
 
 @pytest.mark.thinned

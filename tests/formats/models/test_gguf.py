@@ -101,6 +101,22 @@ def test_a_folder_with_one_gguf_file_is_that_file(file: Path) -> None:
         find_model(".", print)
 
 
+def test_a_folder_that_may_be_entered_but_not_listed_is_named(tmp_path: Path) -> None:
+    """As a user whom permissions bind, which root is not."""
+    tmp_path.chmod(0o755)
+    Path("weights").mkdir(mode=0o311)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        with pytest.raises(
+            SparsekvError, match=r"^model 'weights' cannot be read: permission denied; make it readable"
+        ):
+            find_model("weights", print)
+    finally:
+        os.seteuid(user)
+        Path("weights").chmod(0o755)
+
+
 def test_an_index_names_its_file_and_is_opened_without_it_being_named(file: Path) -> None:
     (file.parent / "doc.txt").write_text(TEXT)
     assert run_here("build-index", "doc.txt", "--model", "tiny.gguf", "-o", "doc.skv", "-q").code == 0

@@ -187,7 +187,9 @@ def test_the_same_seed_gives_the_same_index() -> None:
     assert all(torch.equal(one, again[name]) for name, one in first.items())
 
 
-@pytest.mark.parametrize(("channels", "given", "found"), [(128, 4, 4), (192, 4, 8), (256, 4, 8), (256, 256, 256)])
+@pytest.mark.parametrize(
+    ("channels", "given", "found"), [(128, 4, 4), (192, 4, 8), (192, 64, 64), (256, 4, 8), (256, 256, 256)]
+)
 def test_larger_heads_have_codes_of_twice_as_many_bytes(channels: int, given: int, found: int) -> None:
     """Where these divide the channels."""
     keys, queries = normal(0, 1, 40, channels), normal(1, 2, 8, channels)

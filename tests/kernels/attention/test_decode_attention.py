@@ -14,7 +14,7 @@ from support.reference import assert_close, relative_error
 
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, TakenRows
+from sparsekv.kernels.attention.types import RunRows, ScoredCentroids, TakenRows, one_level
 from sparsekv.kernels.common.launch import num_splits
 
 pytestmark = compiled_or_interpreted
@@ -150,6 +150,42 @@ def test_centroids_that_are_listed(slots: int, D: int, counted: bool) -> None:
             output = decode_attention_triton(query, runs, exact, [part, *plain], 0.125)
         assert_close(output.cpu(), truth, 1e-5)
     assert_close(decode_attention.reference(query, runs, exact, [*plain, listed], 0.125).cpu(), truth, 1e-5)
+
+
+@pytest.mark.parametrize("used", [(40, 11), (0, 1)])
+def test_listed_centroids_after_the_used_ones_are_not_attended(used: tuple[int, int]) -> None:
+    """They may be anything: rows that no cluster has, logits that are nan."""
+    step, slots = some_step(5), 40
+    rows = torch.stack([torch.randperm(60, generator=torch.Generator().manual_seed(head)) for head in range(2)])[
+        :, :slots
+    ]
+    logits, counts, all_values = normal(7, 2, 3, slots), normal(8, 2, slots), normal(6, 2, 60, step.keys.shape[2])
+    there = torch.arange(slots) < torch.tensor(used)[:, None]
+    known = replace(
+        step,
+        stand_logits=logits.masked_fill(~there[:, None], -torch.inf),
+        stand_counts=counts,
+        stand_values=all_values.gather(1, rows[..., None].expand(-1, -1, all_values.shape[2])),
+    )
+    listed = ScoredCentroids(
+        logits.masked_fill(~there[:, None], torch.nan).to(DEVICE),
+        counts.to(DEVICE),
+        all_values.to(DEVICE),
+        torch.where(there, rows, 10**8).int().to(DEVICE),
+        torch.tensor(used, dtype=torch.int32, device=DEVICE),
+    )
+    query, runs, exact, _ = step.on(DEVICE).arguments(0)
+    truth = expected(known, True, 0.125, None, None)
+    with poisoned_memory():
+        assert_close(decode_attention_triton(query, runs, exact, [listed], 0.125).cpu(), truth, 1e-5)
+    assert_close(decode_attention.reference(query, runs, exact, [listed], 0.125).cpu(), truth, 1e-5)
+
+
+def test_listed_centroids_cannot_be_concatenated_to_others() -> None:
+    """Their rows would be lost."""
+    part = ScoredCentroids(normal(1, 2, 3, 5), normal(2, 2, 5), normal(3, 2, 5, 8))
+    with pytest.raises(AssertionError):
+        one_level([part, replace(part, rows=torch.zeros(2, 5, dtype=torch.int32))])
 
 
 @pytest.mark.parametrize(("exact", "used"), [(0, None), (70, None), (70, (20, 33)), (70, (0, 1))])

@@ -168,6 +168,27 @@ def test_all_that_reach_a_threshold(threshold: float) -> None:
         assert torch.equal(counter, expected.sum(-1) + torch.tensor([3, 5]))
 
 
+@pytest.mark.parametrize(("slots", "most_parts"), [(0, 64), (1, 64), (20, 64), (20, 1)])
+def test_no_more_members_are_listed_than_there_are_slots(
+    slots: int, most_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention that follows reads the first `used` rows, and there are no more than these."""
+    for name, value in {"FEWEST": 128, "MOST": 128, "MOST_PARTS": most_parts}.items():
+        monkeypatch.setattr(f"sparsekv.kernels.clusters.budget_choice_triton.{name}", value)
+    counts, seen = uneven_counts(8, 2, 300), torch.zeros(2, dtype=torch.int64)
+    tensors = normal(2, 2, 4, 64), 2 * normal(3, 2, 300, 64), counts, first_rows(counts)
+    seen_by_kernels = seen.to(DEVICE, copy=True)
+    with poisoned_memory():
+        moved = (one.to(DEVICE) for one in tensors)
+        found = on_cpu(choose_clusters_triton(*moved, slots, 0.125, None, 0.003, seen_by_kernels), 300)
+    expected = choose_clusters.reference(*tensors, slots, 0.125, None, 0.003, seen)
+    assert int(expected.lengths.sum(-1).min()) > slots
+    assert torch.equal(found.lengths, expected.lengths)
+    assert found.used.tolist() == expected.used.tolist() == [slots, slots]
+    assert torch.equal(found.rows[:, :slots], expected.rows)
+    assert torch.equal(seen_by_kernels.cpu(), seen)
+
+
 def test_equal_scores_are_taken_in_order() -> None:
     counts = torch.full((1, 40), 3, dtype=torch.int32)
     found = choose(torch.ones(1, 2, 64), torch.ones(1, 40, 64), counts, 10)

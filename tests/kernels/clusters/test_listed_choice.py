@@ -57,6 +57,21 @@ def on(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to(device) for tensor in tensors]
 
 
+def test_no_more_children_are_listed_than_there_are_slots() -> None:
+    levels, query, slots = some_levels(3), normal(4, 2, 4, 64), 20
+    seen = [torch.zeros(2, dtype=torch.int64, device=device) for device in (DEVICE, torch.device("cpu"))]
+    moved = on(DEVICE, query, levels.coarse, levels.tokens)
+    found = on_cpu(open_clusters_triton(*moved, levels.of_coarse(DEVICE, slots, seen[0]), 40, 60, 0.125))
+    children = levels.of_coarse(torch.device("cpu"), slots, seen[1])
+    expected = open_clusters.reference(query, levels.coarse, levels.tokens, children, 40, 60, 0.125)
+    assert int(expected.lengths.sum(-1).min()) > slots
+    assert torch.equal(found.lengths, expected.lengths)
+    assert found.used.tolist() == expected.used.tolist() == seen[0].tolist() == seen[1].tolist() == [slots, slots]
+    for rows, lengths, first in zip(found.rows[:, :slots], found.lengths, levels.first_child, strict=True):
+        members, _ = expand_runs(first, lengths, int(lengths.sum()))
+        assert len({*rows.tolist()} & {*members.tolist()}) == slots
+
+
 def opened(levels: Levels, query: torch.Tensor, wanted: int, budget: int) -> ClusterChoice:
     """Clusters that the kernels open, back on the CPU."""
     moved = on(DEVICE, query, levels.coarse, levels.tokens)

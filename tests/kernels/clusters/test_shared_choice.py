@@ -107,6 +107,19 @@ def assert_same(G: int, tokens: list[int], clusters: int, budget: int, softcap: 
     assert torch.equal(found.used, expected.used)
 
 
+@pytest.mark.parametrize("capacity", [0, 1, 60])
+def test_no_more_rows_are_listed_than_there_are_slots(capacity: int) -> None:
+    counts, (query, ends) = uneven_counts(5, 3, 90), some_query(2, 3, 4, [1, 5, 2], 64)
+    arguments = query, ends, 2 * normal(3, 3, 90, 64), counts, first_rows(counts)
+    seen = [torch.zeros(3, dtype=torch.int64, device=device) for device in (DEVICE, torch.device("cpu"))]
+    moved = (one.to(DEVICE) for one in arguments)
+    found = choose_together_triton(*moved, 77, capacity, 0.125, None, None, seen[0])
+    expected = choose_together.reference(*arguments, 77, capacity, 0.125, None, None, seen[1])
+    assert torch.equal(found.lengths.cpu(), expected.lengths)
+    assert torch.equal(found.rows[:, :capacity].cpu(), expected.rows)
+    assert found.used.tolist() == expected.used.tolist() == seen[0].tolist() == seen[1].tolist() == [capacity] * 3
+
+
 @pytest.mark.parametrize("tokens", [[1, 5, 2], [1] * 20])
 def test_thresholds_of_questions(tokens: list[int]) -> None:
     counts, (query, ends) = uneven_counts(5, 3, 90), some_query(2, 3, 4, tokens, 64)

@@ -1,6 +1,7 @@
 """Published data in its real form, made up and small: what is indexed, what is asked, what is expected."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_rulers_prompt_is_cut_where_its_question_begins(tmp_path: Path) -> None:
 def test_rulers_other_tasks_after_an_example(tmp_path: Path, task: str, metric: str, question: str) -> None:
     """An example in the prompt has a question too; only the last one is asked."""
     example = f"An example.{question} one\n\nThe documents."
-    (context,) = _read(tmp_path, "ruler", RULER | {"input": example + question})
+    (context,) = _read(tmp_path, "ruler", RULER | {"input": example + question, "answer_prefix": None})
     assert (context.task, context.text, context.questions[0].metric) == (task, example, metric)
     assert context.questions[0].prefix.startswith("Answer:")
 
@@ -237,6 +238,11 @@ def _turn(**changes: Any) -> dict[str, Any]:
             "line 1, turn 1: give four options, of which one is the answer$",
         ),
         (
+            "scbench_choice_eng",
+            {"context": "?", "multi_turns": [CHOICE | {"options": "abcd", "answer": "a"}]},
+            "line 1, turn 1: a field has another type than the format requires",
+        ),
+        (
             "scbench_mf",
             {"context": [1], "multi_turns": [NUMBER | {"answer": "many"}]},
             "line 1, turn 1: give an input with words such as .*, and a number as its answer$",
@@ -261,12 +267,28 @@ def test_lines_that_are_not_scbenchs_are_refused(tmp_path: Path, name: str, reco
         ("longbench", LONGBENCH | {"answers": []}, r"line 1: a question has no answer"),
         ("longbench", LONGBENCH | {"answers": [{"text": "?"}]}, r"line 1: an answer is a JSON object; give a text"),
         ("longbench", LONGBENCH | {"answers": ["", None, " "]}, r"line 1: a question has no answer"),
+        ("longbench", LONGBENCH | {"answers": [[]]}, r"line 1: an answer is a JSON list; give a text"),
+        ("longbench", LONGBENCH | {"answers": [{}, "a"]}, r"line 1: an answer is a JSON object; give a text"),
+        ("longbench", LONGBENCH | {"answers": [True]}, r"line 1: an answer is a JSON boolean; give a text"),
+        ("longbench", LONGBENCH | {"answers": [math.nan]}, r"line 1: give one JSON object per line"),
+        ("longbench", LONGBENCH | {"input": None}, r"line 1: the field 'input' is a JSON null; give a text"),
+        ("longbench", LONGBENCH | {"context": []}, r"line 1: the field 'context' is a JSON list; give a text"),
+        ("longbench", LONGBENCH | {"dataset": "trec"}, r"line 1: trec needs the labels of its classes; give them"),
+        ("longbench-v2", LONGBENCH_V2 | {"choice_A": None}, r"line 1: the field 'choice_A' is a JSON null; give"),
+        ("longbench-v2", LONGBENCH_V2 | {"answer": "two"}, r"line 1: the answer 'two' is not the letter of a choice"),
+        ("ruler", RULER | {"answer_prefix": ["So"]}, r"line 1: the field 'answer_prefix' is a JSON list; give a text"),
         ("ruler", RULER | {"input": "Hello."}, r"line 1: the input does not end with a question"),
         ("niah", NEEDLE | {"needle": "Gold."}, r"line 1: the needle is not in the context"),
+        ("niah", NEEDLE | {"needle": None}, r"line 1: the field 'needle' is a JSON null; give a text"),
         ("prefixqa", PREFIXQA | {"answers": ["one"]}, r"line 1: 2 questions and 1 answers"),
         ("prefixqa", PREFIXQA | {"questions": []}, r"line 1: no questions"),
         ("prefixqa", PREFIXQA | {"questions": 5}, r"line 1: a field has another type than the format requires"),
         ("prefixqa", PREFIXQA | {"answers": None}, r"line 1: a field has another type than the format requires"),
+        ("prefixqa", PREFIXQA | {"answers": "me"}, r"line 1: a field has another type than the format requires"),
+        ("prefixqa", PREFIXQA | {"questions": "ab"}, r"line 1: a field has another type than the format requires"),
+        ("prefixqa", PREFIXQA | {"questions": [None, "?"]}, r"line 1: the question is empty"),
+        ("prefixqa", PREFIXQA | {"questions": [["?"], "?"]}, r"line 1: the question is a JSON list; give a text"),
+        ("prefixqa", PREFIXQA | {"answers": [",", "a"]}, r"line 1: F1 counts neither punctuation nor articles"),
         ("niah", NEEDLE | {"needle": "", "context": ""}, r"line 1: the needle is not in the context"),
         ("squad", LONGBENCH, r"--format squad: choose one of longbench, ruler"),
     ],
@@ -281,6 +303,7 @@ def test_what_is_of_another_form_is_refused(tmp_path: Path, form: str, record: d
     [
         (b"", "is empty"),
         (b"[1]\n", "line 1: give one JSON object per line"),
+        (b"[]\n", "line 1: give one JSON object per line"),
         (b'{"context": "\\ud83d"}\n', "line 1: the line has half of a UTF-16 surrogate pair"),
         (b'{"a": 1}\n{', "line 2|line 1"),
         (b"\xff", "not text in UTF-8"),
@@ -322,6 +345,19 @@ def test_the_field_that_pairs_lack_has_its_name_in_the_help(tmp_path: Path) -> N
     path.write_text('{"question": "Who?", "reply": "me"}')
     with pytest.raises(UsageError, match=r"line 1: no field 'answers'; there are: question, reply$"):
         read_pairs(str(path))
+
+
+@pytest.mark.parametrize("answers", [[[]], [{}, "me"], {}, [False], [math.inf]])
+def test_pairs_whose_answers_are_no_texts_are_refused(tmp_path: Path, answers: Any) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"question": "Who?", "answers": answers}))
+    with pytest.raises(UsageError, match=r"line 1: (an answer is a JSON|give one JSON object)"):
+        read_pairs(str(path))
+
+
+def test_a_context_without_a_name_has_the_name_of_its_line(tmp_path: Path) -> None:
+    (context,) = _read(tmp_path, "longbench", LONGBENCH | {"_id": None})
+    assert context.name == "line 1"
 
 
 def test_empty_answers_beside_others_are_left_out(tmp_path: Path) -> None:

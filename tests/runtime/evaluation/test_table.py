@@ -42,6 +42,19 @@ def test_scores_and_differences() -> None:
     assert (quest.contexts, quest.questions, quest.kv_fraction, quest.seconds) == (2, 3, pytest.approx(0.1), 2.0)
 
 
+def test_all_prefills_are_compared_with_dense_attention_after_the_first() -> None:
+    """So a row of another prefill has the loss of prefill and method together."""
+    one, ways = (
+        _context("one", 0.1, 0.5, 0.9),
+        (DENSE, QUEST, replace(DENSE, prefill="quoka"), replace(QUEST, prefill="quoka")),
+    )
+    texts = [("yes", "yes", "yes"), ("yes", "yes", "no"), ("yes", "no", "no"), ("no", "no", "no")]
+    answers = zip(ways, texts, strict=True)
+    found = rows([_result(one, n, way, text) for way, all_of in answers for n, text in enumerate(all_of)])
+    assert [row.difference for row in found] == [None, *map(pytest.approx, (-100 / 3, -200 / 3, -100))]
+    assert [row.same_as_dense for row in found] == [None, *map(pytest.approx, (200 / 3, 100 / 3, 0))]
+
+
 def test_answers_with_the_text_of_dense_attentions_are_counted() -> None:
     """Whether they are right or not. Continuations have no text."""
     one = _context("one", 0.1, 0.5, 0.9)

@@ -127,11 +127,22 @@ def test_a_clusters_spread_is_its_keys_distance_over_that_of_the_head(seed: int,
     for one in described.biggest:
         inside = keys[one.kv_head][labels[one.kv_head] == one.cluster]
         whole = (keys[one.kv_head] - keys[one.kv_head].mean(0)).square().sum(-1).mean()
-        apart = (inside - inside.mean(0)).square().sum(-1).mean() if len(inside) else torch.zeros(())
+        apart = (inside - inside.mean(0)).square().sum(-1).mean()
         assert one.key_spread == pytest.approx(float((apart / whole).sqrt()), rel=1e-3, abs=1e-4)
     several = [one for one in described.biggest if len(one.positions) > 1]
-    spreads = [one.key_spread for one in described.most_spread[: len(several)]]
-    assert spreads == sorted((one.key_spread for one in several), reverse=True)
+    assert [one.key_spread for one in described.most_spread] == sorted(
+        (one.key_spread for one in several), reverse=True
+    )
+
+
+def test_clusters_of_one_token_are_never_the_most_spread_and_empty_ones_never_the_biggest() -> None:
+    layer = small_layer(repeated=120)
+    counts = layer.context.tensors["level0.counts"]
+    assert 0 < int((counts > 1).sum()) < int((counts > 0).sum()) < counts.numel()
+    described = _described(layer, counts.numel())
+    assert len(described.biggest) == int((counts > 0).sum())
+    assert len(described.most_spread) == int((counts > 1).sum())
+    assert all(len(one.positions) > 1 for one in described.most_spread)
 
 
 def test_more_clusters_than_there_are_lists_all_and_a_method_without_them_none() -> None:
