@@ -304,8 +304,9 @@ def attend_by_codes(
     replace: bool,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to the rows of `choose_by_codes`, to exact rows and, with `replace`, to centroids, in one softmax.
+    """Choose rows as `choose_by_codes` does; attend to them, to exact rows and, with `replace`, to centroids.
 
+    The compiled step chooses in `_choose` of `code_step_numba.py`. There is one softmax over all that is attended.
     Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
     With `replace`, centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole
     cluster, times the share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen
@@ -336,6 +337,7 @@ def attend_by_codes(
 def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor:
     """Choose the rows with the highest scores in each KV head.
 
+    This is the choice of `attend_by_codes` alone, for `CodesSelector.select`. The compiled kernel then stops after it.
     A row's score is its attention probability, estimated from its code and averaged over the G query heads: the mean of
     exp(logit - total). The logit is the sum, over the parts of the code, of the turned query's product with the
     centroid that the part selects. It is scaled and soft-capped. The total is the log-sum-exp of `beside` and of the
