@@ -8,6 +8,7 @@ import platform
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
+from statistics import median
 from typing import Any
 
 import torch
@@ -178,8 +179,9 @@ class _Compared:
     def measure(self) -> tuple[StepTimes, float]:
         """Time both steps over the index's middle layer.
 
-        The second result is the sign of other load, about 1 if there is none. It is the slowest round's time, divided
-        by the fastest round's. On a CPU it is at least `crowding`, because steady load slows all rounds equally.
+        The second result is the sign of other load, about 1 if there is none. It is the median round's time, divided by
+        the fastest round's. A process's first round is slow without any load. On a CPU the sign is at least `crowding`,
+        because steady load slows all rounds equally.
 
         Raises:
             SparsekvError: the device's memory is too small.
@@ -199,7 +201,7 @@ class _Compared:
             ) from None
         by_step = [*zip(*rounds, strict=True)]
         fastest = [min(one) for one in by_step]
-        scatter = max(max(one) / min(one) for one in by_step)
+        scatter = max(median(one) / min(one) for one in by_step)
         return StepTimes(fastest[0], fastest[1] if comparable else None), max(scatter, crowding(before))
 
     def _is_comparable(self, plan: LayerPlan) -> bool:
