@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # only ranks need torch.distributed; transformers takes as lo
     from sparsekv.runtime.decoding.sampling import Sampling
 
 
-def _has_step(kind: type[Method]) -> bool:
+def _has_step(kind: type[Method] | type[Dense]) -> bool:
     """Whether a method can reuse a selection in the next decode steps."""
     return any(field.name == "step" for field in fields(kind))
 
