@@ -21,7 +21,7 @@ from .case import from_options
 from .deeds import deed
 from .options import draw_options
 from .oracles import ROUNDING, error_of, expect
-from .questions import IN_8_BITS, Checks
+from .questions import AFTER_8_BITS, Checks
 from .rounding import Rounding
 from .world import World, files_of, stored_rows
 
@@ -183,7 +183,7 @@ def same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool,
         build_index(with_changes(plan, growth=None, force=False), fresh)
     most, in_8_bits = ROUNDING, plan.config.kv_dtype is not None
     if in_8_bits:
-        most = 4 * IN_8_BITS
+        most = AFTER_8_BITS
     built, made = (stored_rows(one, world.case.layers) for one in (folder, fresh))
     rounding = Rounding(world, plan.prompt.input_ids)
     rounding.expect_rows(built, made, most, "built onto:", "a build's from nothing")

@@ -18,6 +18,8 @@ from .world import Rows, World, stored_rows
 
 IN_8_BITS = 0.05
 """The largest relative error of rows that are stored in 8 bits."""
+AFTER_8_BITS = 4 * IN_8_BITS
+"""The largest relative error of rows in 8 bits of tokens that attend to such rows. It grows from layer to layer."""
 NEVER_EVERYTHING = ("window",)
 """Methods that leave tokens out at any budget."""
 
@@ -70,19 +72,22 @@ class Checks:
         dense = self.world.dense(self.index)
         answer = dense.ask(asked, self.sampling).ids
         fed = torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
-        self.held(dense, "dense", len(asked), fed, answer, self.truth(fed))
+        self.held(dense, "dense", len(asked), fed, answer, self.truth(fed, AFTER_8_BITS))
 
     def all_of_a_prefill(self) -> str | None:
         return "100%" if self.case.question_prefill not in (None, "own", "dense") else None
 
-    def truth(self, fed: torch.Tensor) -> torch.Tensor:
-        """Logits [T, vocabulary] of tokens [T] after the stored prompt; checks the stored rows beside."""
+    def truth(self, fed: torch.Tensor, in_8_bits: float = IN_8_BITS) -> torch.Tensor:
+        """Logits [T, vocabulary] of tokens [T] after the stored prompt; checks the stored rows beside.
+
+        `in_8_bits` is the largest relative error of rows in 8 bits.
+        """
         case, tokens = self.case, len(self.index.input_ids)
         stored = stored_rows(self.world.folder / "index.skv", case.layers)
         if case.prefill != "dense":
             return plain_over(self.world, stored, self.index.input_ids, fed)
         logits, rows = plain(self.world, torch.cat([self.index.input_ids, fed]))
-        most = ROUNDING if case.kv_dtype is None else IN_8_BITS
+        most = ROUNDING if case.kv_dtype is None else in_8_bits
         rounding = Rounding(self.world, self.index.input_ids)
         near = rounding.expect_rows(stored, _first(tokens, rows), most, "stored", "plain ones")
         if near and case.kv_dtype is None:
