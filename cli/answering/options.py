@@ -34,12 +34,17 @@ from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import DENSE, methods
+from sparsekv.runtime.selection.interface import Budget, Method
+from sparsekv.runtime.selection.registry import DENSE, methods, methods_of
 
 if TYPE_CHECKING:  # only ranks need torch.distributed; transformers takes as long as all other imports
     from sparsekv.formats.distributed.group import Ranks
     from sparsekv.runtime.decoding.sampling import Sampling
+
+
+def _has_step(kind: type[Method] | type[Dense]) -> bool:
+    """Whether a method can reuse a selection in the next decode steps."""
+    return any(field.name == "step" for field in fields(kind))
 
 
 def refuse_merged_heads(config: DecodeConfig) -> None:
@@ -172,7 +177,9 @@ class AttentionOptions:
             raise UsageError(
                 f"--dense-layers {self.dense_layers}: the model has {layers} layers; give a number from 0 to {layers}"
             )
-        budget, parameters = (self.budget, self.parameters) if self.schedule is None else self._scheduled(self.schedule)
+        budget, parameters = self.budget, self.parameters
+        if self.schedule is not None:
+            budget, parameters = self._scheduled(artifact, self.schedule)
         config = choose_config(
             artifact,
             self.method,
@@ -192,19 +199,26 @@ class AttentionOptions:
             refuse_beside_dense({"--prefill": self.prefill})
         return config
 
-    def _scheduled(self, schedule: str) -> tuple[str, dict[str, Any]]:
+    def _scheduled(self, artifact: Artifact, schedule: str) -> tuple[str, dict[str, Any]]:
         """Return the budget of `--schedule`, and the methods' parameters, in which `step` is that of `--schedule`.
 
         `step` is the number of decode steps per selection.
 
         Raises:
-            UsageError: --budget or --step is given too, or the text is not BUDGET-step-STEPS.
+            UsageError: --budget or --step is given too, the text is not BUDGET-step-STEPS, or the method has no `step`.
         """
         if self.budget is not None or self.parameters.get("step") is not None:
             raise UsageError("--schedule sets --budget and --step together; leave those two out")
         found = re.fullmatch(r"(.+)-step-(\d+)", schedule)
         if found is None:
             raise UsageError(f"--schedule {schedule}: give BUDGET-step-STEPS, such as 0.15-step-4")
+        name, kind = attention_of(artifact, self.method)
+        if kind is Dense:
+            refuse_beside_dense({"--schedule": schedule})
+        if not _has_step(kind):
+            owners = [one for one in methods_of(artifact) if _has_step(methods()[one])]
+            other = f", or name a method of this index that has it: {', '.join(owners)}" if owners else ""
+            raise UsageError(f"--schedule {schedule}: {name} has no --step; give --budget {found[1]} instead{other}")
         return found[1], self.parameters | {"step": int(found[2])}
 
 

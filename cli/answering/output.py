@@ -64,7 +64,14 @@ class Output:
         settings = settings_of(config, sampling, artifact, dtype=options.dtype, **options.encoding, **shown)
         resumed = None
         if options.resume is not None:
-            resumed = AnswersFile(options.resume, options.batch_file, questions, identity(config), settings)
+            resumed = AnswersFile(
+                options.resume,
+                options.batch_file,
+                questions,
+                identity(config),
+                settings,
+                default=None if choice is None else choice.method,
+            )
             if done := resumed.begin():
                 told = f"{len(done)} of {len(questions)} answers are in {options.resume}"
                 note(told, quiet=options.quiet)

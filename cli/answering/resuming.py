@@ -102,6 +102,7 @@ class AnswersFile:
         questions: all questions of the batch, including blank ones.
         setting: fields that every line must have, such as the method.
         settings: values that the field `settings` of every line must have.
+        default: the index's default method, if `--method auto` has chosen it or dense attention; else None.
 
     Raises:
         UsageError: the file cannot be read, is not a regular file, or is the file of the questions; standard output
@@ -116,10 +117,12 @@ class AnswersFile:
         questions: Sequence[str],
         setting: dict[str, Any],
         settings: dict[str, Any],
+        *,
+        default: str | None = None,
     ):
         _refuse_redirected_to(file)
         _refuse_questions_file(file, questions_file)
-        self.file, self.settings = file, settings
+        self.file, self.settings, self.default = file, settings, default
         try:
             if file.exists() and not file.is_file():
                 raise UsageError(
@@ -177,6 +180,10 @@ class AnswersFile:
             if not _same(before, value):
                 other = OTHERWISE.get(name) or _differing(name, before, value)
                 remedy = "give the settings of that line, or name another file"
+                if name == "method" and self.default is not None:
+                    other = f"with --method {before}, and --method auto takes {value} now"
+                    same = "leave --method out" if before == self.default else f"give --method {before}"
+                    remedy = f"{same}, or name another file"
                 raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 
     def begin(self) -> list[str]:

@@ -40,6 +40,7 @@ from sparsekv.kernels.common.given_rows import (
     with_cache,
 )
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
+from sparsekv.kernels.common.mask import UnsupportedAttentionError
 from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
@@ -144,6 +145,8 @@ def _tried(what: str) -> Iterator[None]:
         yield
     except (SparsekvError, MemoryError, torch.OutOfMemoryError):
         raise
+    except UnsupportedAttentionError as error:
+        raise SparsekvError(error.reason) from None
     except Exception as error:  # a model is a program and may raise anything
         raise SparsekvError(f"{what} ({type(error).__name__}: {first_line(error)})") from None
 

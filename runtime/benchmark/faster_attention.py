@@ -1,11 +1,14 @@
 """Choose dense attention or a method by the time of a decode step on this machine, measured once and kept in the user's
-cache folder."""
+cache folder. Times of a busy machine are not kept."""
 
 import json
 import math
+import os
 import platform
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from importlib.metadata import version
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,12 +23,15 @@ from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.layer_timer import SettingTimes
 from sparsekv.runtime.benchmark.sources import middle_layer
+from sparsekv.runtime.decoding.threads import Usage, left_free, usage
 from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
-FOLDER, REVISION = "step-times", 1
+FOLDER, REVISION = "step-times", 2
 ROUNDS = 5
 """Number of times that both steps are timed in turn. The fastest round counts, because other load only adds time."""
+STEADY = 1.5
+"""Largest sign of other load at which times are kept, see `_Compared.measure`."""
 RUNS = {"cpu": 3, "cuda": 10}
 """Number of timed runs per step and round, by device type."""
 
@@ -54,24 +60,28 @@ class Choice:
         config: the config of the faster one.
         method: the method that dense attention was compared with.
         questions: number of questions that share a step.
+        measured: when the times were measured, and whether they are kept, in words.
     """
 
     config: DecodeConfig
     method: str
     questions: int
     times: StepTimes
+    measured: str
 
     @property
     def told(self) -> str:
-        """The choice and both times, as a line for the user."""
+        """The choice, both times and their origin, as a line for the user."""
         asked = f"{self.questions} question{'s' * (self.questions != 1)}"
         dense, method = f"{self.times.dense:.3g} ms", self.times.method
         if method is None:
             apart = "answers one question at a time" if self.questions > 1 else "has no CUDA graph"
-            return f"--method auto: dense attention ({asked}: {dense} a layer; {self.method} {apart})"
-        if self.times.prefers_method:
-            return f"--method auto: {self.method} ({asked}: {method:.3g} ms a layer, dense attention {dense})"
-        return f"--method auto: dense attention ({asked}: {dense} a layer, {self.method} {method:.3g} ms)"
+            taken, why = "dense attention", f"{dense} a layer; {self.method} {apart}"
+        elif self.times.prefers_method:
+            taken, why = self.method, f"{method:.3g} ms a layer, dense attention {dense}"
+        else:
+            taken, why = "dense attention", f"{dense} a layer, {self.method} {method:.3g} ms"
+        return f"--method auto: {taken} ({asked}: {why}; {self.measured})"
 
     def record(self) -> dict[str, Any]:
         """Return the choice as a JSON object."""
@@ -89,7 +99,8 @@ def choose_faster(
 ) -> Choice:
     """Choose the config of a method, or dense attention if a step of `questions` questions is not slower by it.
 
-    The times come from the user's cache. Times that are not cached are measured and stored there.
+    The times come from the user's cache. Times that are not cached are measured. They are stored there unless other
+    load may have decided them.
 
     Args:
         config: a config with a method.
@@ -106,14 +117,21 @@ def choose_faster(
     facts = compared.facts()
     key = hash_json(facts)
     file = cache_root() / FOLDER / f"{key[:32]}.json"
-    if (times := _parsed(read_small(file), key)) is None:
-        times = compared.measure()
+    kept = _parsed(read_small(file), key)
+    if kept is not None:
+        day, times = kept
+        measured = f"measured on {day}"
+    else:
+        times, load = compared.measure()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the size of a batch follows from the memory that is free
-        replace_small(file, json.dumps({"of": facts, "dense_ms": times.dense, "method_ms": times.method}) + "\n")
+        measured = "measured now" if load <= STEADY else "measured now on a busy machine, so the times are not kept"
+        if load <= STEADY:
+            found = {"of": facts, "day": f"{date.today()}", "dense_ms": times.dense, "method_ms": times.method}
+            replace_small(file, json.dumps(found) + "\n")
     if not times.prefers_method:
         config = replace(config, attention=Dense(), budget=EVERYTHING, layer_budgets={}, dense_layers=0, origin="")
-    return Choice(config, form.name, questions, times)
+    return Choice(config, form.name, questions, times, measured)
 
 
 @dataclass(frozen=True)
@@ -158,22 +176,33 @@ class _Compared:
         }
 
     @torch.inference_mode()
-    def measure(self) -> StepTimes:
-        """Time both steps over the index's middle layer. Raises SparsekvError if the device's memory is too small."""
+    def measure(self) -> tuple[StepTimes, float]:
+        """Time both steps over the index's middle layer.
+
+        The second result is the sign of other load, about 1 if there is none. It is the median round's time, divided by
+        the fastest round's. A process's first round is slow without any load. On a CPU the sign is at least `crowding`,
+        because steady load slows all rounds equally.
+
+        Raises:
+            SparsekvError: the device's memory is too small.
+        """
         clock = clock_for(self.device, RUNS[self.device.type], cold=True)
         try:
             layer = SettingTimes(self.artifact, clock, self.questions, self.dtype)
             sparse, plan = layer.sparse_step(self.form, self.budget)
             comparable = self._is_comparable(plan)
             steps = [(layer.dense_step(), 1), *([(sparse, self.form.method.cycle())] if comparable else [])]
+            before = usage() if self.device.type == "cpu" else None
             rounds = [[clock.time(step, cycle).median for step, cycle in steps] for _ in range(ROUNDS)]
         except torch.OutOfMemoryError:
             raise SparsekvError(
                 f"--method auto: keys and values of one layer do not fit the memory of {self.device}; name a method "
                 "with --method, and give --placement host"
             ) from None
-        fastest = [min(one) for one in zip(*rounds, strict=True)]
-        return StepTimes(fastest[0], fastest[1] if comparable else None)
+        by_step = [*zip(*rounds, strict=True)]
+        fastest = [min(one) for one in by_step]
+        scatter = max(median(one) / min(one) for one in by_step)
+        return StepTimes(fastest[0], fastest[1] if comparable else None), max(scatter, crowding(before))
 
     def _is_comparable(self, plan: LayerPlan) -> bool:
         if self.questions > 1:
@@ -181,14 +210,24 @@ class _Compared:
         return self.device.type == "cpu" or plan.graph_state() is not None
 
 
-def _parsed(text: str, key: str) -> StepTimes | None:
-    """Parse the times in a cache file's text; None if the text is damaged, or has the times of another key."""
+def crowding(before: Usage | None) -> float:
+    """Return the number of cores for torch's threads, divided by that of cores that other processes left free since
+    `before`; 1 if the use of cores is not known."""
+    if before is None or (now := usage()) is None:
+        return 1.0
+    cores = len(os.sched_getaffinity(0))
+    return min(torch.get_num_threads(), cores) / max(left_free(before, now, cores), 0.1)
+
+
+def _parsed(text: str, key: str) -> tuple[date, StepTimes] | None:
+    """Parse the day and the times in a cache file's text; None if it is damaged, or has the times of another key."""
     try:
         found = json.loads(text)
         if hash_json(found["of"]) != key:
             return None
         method = found["method_ms"]
-        return StepTimes(_milliseconds(found["dense_ms"]), None if method is None else _milliseconds(method))
+        times = StepTimes(_milliseconds(found["dense_ms"]), None if method is None else _milliseconds(method))
+        return date.fromisoformat(found["day"]), times
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

@@ -79,7 +79,17 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (("generate", "Why?", "--index", "none.skv"), 2, ("none.skv", "build-index")),
         (("generate", "Why?", "--model", "none"), 2, ("none", "models list")),
         (("generate", "Why?", "--schedule", "often"), 2, ("--schedule often", "0.15-step-4")),
-        (("generate", "Why?", "--schedule", "0.1-step-4"), 2, ("--step", "leave it out")),
+        (("generate", "Why?", "--schedule", "0.1-step-4"), 2, ("multipole has no --step; give --budget 0.1 instead",)),
+        (
+            ("generate", "Why?", "--schedule", "0.1-step-4", "--method", "auto"),
+            2,
+            ("--schedule 0.1-step-4: multipole has no --step; give --budget 0.1 instead\n",),
+        ),
+        (
+            ("generate", "Why?", "--schedule", "0.1-step-4", "--method", "dense"),
+            2,
+            ("--schedule 0.1-step-4 has no effect with --method dense",),
+        ),
         (("generate", "Why?", "--schedule", "0.1-step-4", "--budget", "0.1"), 2, ("--schedule", "leave")),
         (("generate", "Why?", "--placement", "tape"), 2, ("--placement tape", "disk")),
         (("generate", "Why?", "--guard", "2"), 2, ("--guard 2", "0.2")),

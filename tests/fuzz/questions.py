@@ -1,9 +1,7 @@
 """An index's answers held to plain transformers, and to themselves."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -14,11 +12,14 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 
-from .oracles import ROUNDING, Wrong, error_of, expect, expect_greedy, plain, plain_over
+from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_over
+from .rounding import Rounding, expect_logits
 from .world import Rows, World, stored_rows
 
 IN_8_BITS = 0.05
 """The largest relative error of rows that are stored in 8 bits."""
+AFTER_8_BITS = 4 * IN_8_BITS
+"""The largest relative error of rows in 8 bits of tokens that attend to such rows. It grows from layer to layer."""
 NEVER_EVERYTHING = ("window",)
 """Methods that leave tokens out at any budget."""
 
@@ -71,70 +72,27 @@ class Checks:
         dense = self.world.dense(self.index)
         answer = dense.ask(asked, self.sampling).ids
         fed = torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
-        self.held(dense, "dense", len(asked), fed, answer, self.truth(fed))
+        self.held(dense, "dense", len(asked), fed, answer, self.truth(fed, AFTER_8_BITS))
 
     def all_of_a_prefill(self) -> str | None:
         return "100%" if self.case.question_prefill not in (None, "own", "dense") else None
 
-    def truth(self, fed: torch.Tensor) -> torch.Tensor:
-        """Logits [T, vocabulary] of tokens [T] after the stored prompt; checks the stored rows beside."""
+    def truth(self, fed: torch.Tensor, in_8_bits: float = IN_8_BITS) -> torch.Tensor:
+        """Logits [T, vocabulary] of tokens [T] after the stored prompt; checks the stored rows beside.
+
+        `in_8_bits` is the largest relative error of rows in 8 bits.
+        """
         case, tokens = self.case, len(self.index.input_ids)
         stored = stored_rows(self.world.folder / "index.skv", case.layers)
         if case.prefill != "dense":
             return plain_over(self.world, stored, self.index.input_ids, fed)
         logits, rows = plain(self.world, torch.cat([self.index.input_ids, fed]))
-        try:
-            self.rows_are(stored, _first(tokens, rows))
-        except Wrong:
-            if not self.rounding_decides_rows(rows):
-                raise
-        else:
-            if case.kv_dtype is None:
-                return logits[tokens:]
+        most = ROUNDING if case.kv_dtype is None else in_8_bits
+        rounding = Rounding(self.world, self.index.input_ids)
+        near = rounding.expect_rows(stored, _first(tokens, rows), most, "stored", "plain ones")
+        if near and case.kv_dtype is None:
+            return logits[tokens:]
         return plain_over(self.world, stored, self.index.input_ids, fed)
-
-    def rounding_decides_rows(self, rows: Rows) -> bool:
-        """Whether the plain model's rows of the document change with embeddings that are apart by a millionth: it
-        routes a token to one of two experts that are equally good."""
-        ids = self.index.input_ids
-        for _, found in self.shaken(ids):
-            pairs = zip(_first(len(ids), rows).values(), _first(len(ids), found).values(), strict=True)
-            if any(error_of(a, b) > ROUNDING for before, after in pairs for a, b in zip(before, after, strict=True)):
-                return True
-        return False
-
-    def moved(self, fed: torch.Tensor) -> float:
-        """How far the plain model's logits of tokens [T] after the document move with embeddings that are apart by a
-        millionth. In a loud model this is more than ROUNDING, and its float32 logits are as far from float64."""
-        ids = torch.cat([self.index.input_ids, fed])
-        logits = plain(self.world, ids)[0][-len(fed) :]
-        return max(error_of(found[-len(fed) :], logits) for found, _ in self.shaken(ids))
-
-    def shaken(self, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, Rows]]:
-        """Yield the plain model's logits and rows with embeddings that are apart by a millionth, each time others."""
-        embed = self.world.model.get_input_embeddings()
-        for seed in range(8):
-            random = torch.Generator().manual_seed(seed)
-
-            def shaken(
-                module: torch.nn.Module, given: Any, embedded: torch.Tensor, random: torch.Generator = random
-            ) -> torch.Tensor:
-                return embedded * (1 + 1e-6 * torch.randn(embedded.shape, generator=random).to(embedded))
-
-            hook = embed.register_forward_hook(shaken)
-            try:
-                found = plain(self.world, ids)
-            finally:
-                hook.remove()
-            yield found
-
-    def rows_are(self, stored: Rows, expected: Rows) -> None:
-        most = ROUNDING if self.case.kv_dtype is None else IN_8_BITS
-        expect(stored.keys() == expected.keys(), "stored rows", f"of layers {[*stored]}, not {[*expected]}")
-        for layer, rows in stored.items():
-            for name, actual, plainly in zip(("keys", "values"), rows, expected[layer], strict=True):
-                apart = error_of(actual, plainly)
-                expect(apart <= most, f"stored {name}", f"of layer {layer} are {apart:.2e} from plain ones")
 
     def held(
         self, asker: Session, kind: str, question: int, fed: torch.Tensor, answer: list[int], logits: torch.Tensor
@@ -147,9 +105,8 @@ class Checks:
         expect(ended or len(answer) == most, f"{kind} answer", f"of {most} tokens ends early: {answer}")
         expect(not self.world.ends & {*answer[:-1]}, f"{kind} answer", f"goes on after its end: {answer}")
         found = stepped(self.index, asker, fed, question)
-        apart = error_of(found[question - 1 :], steps)
-        right = apart <= ROUNDING or apart <= self.moved(fed)
-        expect(right, f"{kind} logits", f"{apart:.2e} from plain transformers'")
+        ids = torch.cat([self.index.input_ids, fed])
+        expect_logits(found[question - 1 :], steps, self.world, ids, f"{kind} logits", "plain transformers'")
 
     def sparse(self, asked: torch.Tensor) -> None:
         """The case's own setting answers, with finite numbers, and the same twice."""
@@ -163,9 +120,9 @@ class Checks:
         expect(bool(found.isfinite().all()), "sparse logits", "are not finite")
         expect_greedy(found[len(asked) - 1 :], first.ids, "sparse steps", "against the same steps by hand")
         if self.case.question_prefill in (None, "dense"):
-            apart = error_of(found[len(asked) - 1], self.truth(asked)[-1])
-            right = apart <= ROUNDING or apart <= self.moved(asked)
-            expect(right, "first logits", f"{apart:.2e} from plain ones, after a question prefilled densely")
+            ids, told = torch.cat([self.index.input_ids, asked]), "plain ones, after a question prefilled densely"
+            first_step = slice(len(asked) - 1, len(asked))
+            expect_logits(found[first_step], self.truth(asked)[-1:], self.world, ids, "first logits", told)
 
 
 def _first(tokens: int, rows: Rows) -> Rows:

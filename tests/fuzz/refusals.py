@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .case import Case
-from .models import WITH_STATES, positions_of
+from .models import WITH_STATES, config_of, positions_of
 
 LATENT = ("deepseek_v3",)
 """Families of latent attention."""
@@ -129,9 +129,9 @@ DUE = (
         lambda case: "hierarchical" in _options(case, "lookup"),
     ),
     Due(
-        r"the model's attention applies a sliding window of (\d+) tokens to a sequence longer than "
-        r"max_position_embeddings \((\d+) in the config\)",
-        lambda case: case.rope == "qwen-yarn" and case.window >= case.original,
+        r"(?:\S+ cannot be indexed: )?the model's attention applies a sliding window of (\d+) tokens to a sequence longer "
+        r"than max_position_embeddings \((\d+) in the config\)",
+        lambda case: case.rope == "qwen-yarn" and (config_of(case).sliding_window or 0) >= case.original,
         False,
     ),
     Due(

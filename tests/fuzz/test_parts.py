@@ -1,6 +1,8 @@
 """The fuzzer's own parts: what it draws for a GPU, which refusals it takes, and which draws."""
 
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from fuzz.case import Case, Palette, draw
 from fuzz.deeds import DEEDS
 from fuzz.drawing import expect_drawn, left_by
 from fuzz.mutations import FAULTS, ROOT, Fault
-from fuzz.oracles import Wrong
+from fuzz.oracles import ROUNDING, Wrong, plain
 from fuzz.refusals import is_due
+from fuzz.rounding import Rounding
+from fuzz.world import World
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.sampling import draw as draw_tokens
 
@@ -87,3 +91,23 @@ def test_cuts_leave_what_transformers_leaves() -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_each_faults_patch_fits_the_code(fault: Fault) -> None:
     fault.patch.check(ROOT)
+
+
+LOUD = Case(family="granite", layers=4, head_dim=128, weights=3, loud=50.0, raw=True)
+
+
+@pytest.mark.parametrize("case", [Case(layers=3), LOUD], ids=["quiet", "loud"])
+def test_rounding_explains_float32_and_no_wrong_row(case: Case, tmp_path: Path) -> None:
+    world = World(case, tmp_path, "cpu")
+    ids = world.prompt().input_ids
+    rows, rounding = plain(world, ids)[1], Rounding(world, ids)
+    world.model = deepcopy(world.model).double()
+    exact = plain(world, ids)[1]
+    world.model = world.checkpoint
+    rounding.expect_rows(rows, exact, ROUNDING, "", "")
+    keys, values = rows[2]
+    late = keys.clone()
+    late[:, 60] = keys[:, 61]
+    for wrong in ((keys, 1.01 * values), (late, values)):
+        with pytest.raises(Wrong, match="of layer 2"):
+            rounding.expect_rows(rows | {2: wrong}, exact, ROUNDING, "", "")

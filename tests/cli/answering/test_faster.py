@@ -1,6 +1,7 @@
 """`--method auto`: the faster of dense attention and the index's default answers; the times are told and kept."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from support.command import fails, run_here, sparsekv, with_options
 
 from sparsekv.cli.answering.options import GenerateAttention
+from sparsekv.runtime.benchmark import faster_attention
 
 ASK = ("generate", "--model", "model", "--max-new-tokens", "5", "--json", "--method", "auto")
 FAST, SLOW = 0.25, 4.5
@@ -15,8 +17,9 @@ FAST, SLOW = 0.25, 4.5
 
 @pytest.fixture
 def times(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of kept times, in a cache of its own."""
+    """The folder of kept times, in a cache of its own. Other load does not matter."""
     monkeypatch.setenv("SPARSEKV_CACHE", str(place / "cache"))
+    monkeypatch.setattr(faster_attention, "STEADY", inf)
     return place / "cache" / "step-times"
 
 
@@ -30,22 +33,30 @@ def answered(*options: str) -> tuple[dict[str, Any], str]:
 def keep(times: Path, dense: float, method: float) -> None:
     """Change the only kept times."""
     (file,) = times.iterdir()
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"dense_ms": dense, "method_ms": method}))
+    changes = {"day": "2026-01-31", "dense_ms": dense, "method_ms": method}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_the_faster_one_answers_by_times_that_are_measured_once(times: Path) -> None:
     budget = ("Why?", "--budget", "30%", "--dense-layers", "1")
-    first, _ = answered(*budget)
+    first, told = answered(*budget)
+    assert "; measured now)\n" in told
     auto = first["auto"]
     assert (auto["compared_with"], auto["batch_size"], auto["taken"]) == ("multipole", 1, first["method"])
     assert auto["taken"] == ("multipole" if auto["compared_ms"] < auto["dense_ms"] else "dense")
     keep(times, SLOW, FAST)
     sparse, told = answered(*budget)
-    assert "--method auto: multipole (1 question: 0.25 ms a layer, dense attention 4.5 ms)\n" in told
+    assert (
+        "--method auto: multipole (1 question: 0.25 ms a layer, dense attention 4.5 ms; measured on 2026-01-31)\n"
+        in told
+    )
     assert (sparse["auto"]["dense_ms"], sparse["auto"]["compared_ms"]) == (SLOW, FAST)
     keep(times, FAST, SLOW)
     dense, told = answered(*budget)
-    assert "--method auto: dense attention (1 question: 0.25 ms a layer, multipole 4.5 ms)\n" in told
+    assert (
+        "--method auto: dense attention (1 question: 0.25 ms a layer, multipole 4.5 ms; measured on 2026-01-31)\n"
+        in told
+    )
     for found, options in ((sparse, ("--method", "multipole", *budget)), (dense, ("Why?", "--method", "dense"))):
         named, _ = answered(*options)
         kept = ("text", "kv_fraction", "method", "budget", "settings")
@@ -60,6 +71,25 @@ def test_a_batch_has_times_of_its_own(times: Path) -> None:
     sizes = [answered(*batch, *size)[0]["auto"]["batch_size"] for size in ((), ("--batch-size", "2"))]
     assert sizes == [3, 2]
     assert len([*times.iterdir()]) == 2
+
+
+def test_a_resumed_run_whose_choice_has_changed_says_how_to_go_on(times: Path) -> None:
+    Path("questions.txt").write_text("Why?\nHow?\n")
+    batch = ("--batch-file", "questions.txt", "--resume", "answers.jsonl")
+    answered(*batch)
+    for kept, then, taken, remedy in (
+        ((SLOW, FAST), (FAST, SLOW), "dense", "leave --method out"),
+        ((FAST, SLOW), (SLOW, FAST), "multipole", "give --method dense"),
+    ):
+        Path("answers.jsonl").unlink()
+        keep(times, *kept)
+        before, _ = answered(*batch)
+        keep(times, *then)
+        now = f"line 1 was answered with --method {before['method']}, and --method auto takes {taken} now; {remedy}, or"
+        fails(2, *with_options(ASK, *batch, "-q"), says=(now,))
+        named = () if remedy.startswith("leave") else ("--method", "dense")
+        outcome = run_here(*with_options(ASK[:-2], *batch, *named))
+        assert (outcome.code, len(outcome.stdout.splitlines())) == (0, 2), outcome.stderr
 
 
 def test_the_choice_is_told_unless_quiet_and_with_stats_even_then(times: Path) -> None:

@@ -1,6 +1,9 @@
 """Times by which dense attention or a method is taken: which kept ones count, and what has none."""
 
 import json
+import math
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,10 @@ from support.small_index import build_small
 
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster
+from sparsekv.runtime.benchmark import faster_attention
+from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster, crowding
 from sparsekv.runtime.benchmark.sources import asked, asked_by_many, layer_of
+from sparsekv.runtime.decoding.threads import usage
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
@@ -27,8 +32,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of kept times, in a cache of its own."""
+    """The folder of kept times, in a cache of its own. Other load does not matter."""
     monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
+    monkeypatch.setattr(faster_attention, "STEADY", math.inf)
     return tmp_path / "step-times"
 
 
@@ -44,13 +50,38 @@ def test_times_that_are_damaged_or_of_something_else_are_measured_again(artifact
     chosen(artifact)
     (file,) = kept.iterdir()
     whole = json.loads(file.read_text())
-    wrong = json.dumps(whole | {"dense_ms": float("nan")})
-    for text in (foreign, "[" * 100_000, json.dumps({"of": whole["of"]}), wrong):
+    wrong = [json.dumps(whole | change) for change in ({"dense_ms": float("nan")}, {"day": "today"}, {"day": None})]
+    for text in (foreign, "[" * 100_000, json.dumps({"of": whole["of"]}), *wrong):
         file.write_text(text)
-        times = chosen(artifact).times
-        again = json.loads(file.read_text())
-        assert again == {"of": whole["of"], "dense_ms": times.dense, "method_ms": times.method}
+        choice = chosen(artifact)
+        assert choice.measured == "measured now"
+        again, times = json.loads(file.read_text()), choice.times
+        assert again == whole | {"day": again["day"], "dense_ms": times.dense, "method_ms": times.method}
         assert times.dense > 0
+
+
+def test_kept_times_are_told_with_their_day(artifact: Artifact, kept: Path) -> None:
+    assert chosen(artifact).told.endswith("; measured now)")
+    (file,) = kept.iterdir()
+    assert chosen(artifact).told.endswith(f"; measured on {json.loads(file.read_text())['day']})")
+
+
+def test_times_of_a_busy_machine_are_used_and_not_kept(
+    artifact: Artifact, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faster_attention, "STEADY", 1.0)  # no two rounds take the same time
+    choice = chosen(artifact)
+    assert choice.told.endswith("; measured now on a busy machine, so the times are not kept)")
+    assert choice.config.attention.name == ("squeezed" if choice.times.prefers_method else "dense")
+    assert not kept.exists()
+
+
+def test_cores_that_others_use_are_a_sign_of_load() -> None:
+    now = usage()
+    assert now is not None
+    for busy, signs in ((0, (0.0, 1.01)), (len(os.sched_getaffinity(0)), (9.0, math.inf))):
+        found = crowding(replace(now, moment=now.moment - 100, busy=now.busy - 100 * busy))
+        assert signs[0] < found < signs[1]
 
 
 def test_other_budgets_parameters_dtypes_and_questions_have_other_times(artifact: Artifact, kept: Path) -> None:
@@ -65,7 +96,7 @@ def test_other_budgets_parameters_dtypes_and_questions_have_other_times(artifact
 def test_a_method_that_answers_one_question_at_a_time_is_not_taken_for_several(artifact: Artifact, kept: Path) -> None:
     choice = chosen(artifact, sparse("magicpig", MagicPIG(), Budget(0.2)), 2)
     assert (choice.config.attention.name, choice.times.method) == ("dense", None)
-    assert choice.told.endswith("ms a layer; magicpig answers one question at a time)")
+    assert choice.told.endswith("ms a layer; magicpig answers one question at a time; measured now)")
     assert json.loads(next(kept.iterdir()).read_text())["method_ms"] is None
 
 

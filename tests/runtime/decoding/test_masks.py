@@ -35,6 +35,7 @@ from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 40, "rope_theta": 10000.0}
 MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 WINDOWED: dict[str, tuple[Callable[[], PreTrainedModel], list[int | None]]] = {
     "qwen2-moe": (
@@ -217,13 +218,27 @@ def not_causal() -> PreTrainedModel:
             build_tiny(Gemma3TextConfig, head_dim=16, sliding_window=WINDOW, use_bidirectional_attention=True, **MIXED),
             "lets tokens attend to later tokens",
         ),
+        (
+            build_tiny(Cohere2Config, sliding_window=40, max_position_embeddings=40, rope_scaling=YARN, **MIXED),
+            "applies a sliding window of 40 tokens to a sequence longer than max_position_embeddings (40 in the config)",
+        ),
         (with_layer(OwnMask), "has a mask that the model itself makes or changes"),
         (with_layer(NoMask), "has a layer without a mask"),
         (with_layer(Biased), "adds a bias by position to its logits"),
         (with_layer(Scaled), "depends on its argument `logit_bend`"),
         (not_causal, "lets tokens attend to later tokens"),
     ],
-    ids=["doge", "doge with a window", "gemma3 both ways", "own mask", "no mask", "bias", "unknown", "not causal"],
+    ids=[
+        "doge",
+        "doge with a window",
+        "gemma3 both ways",
+        "all positions",
+        "own mask",
+        "no mask",
+        "bias",
+        "unknown",
+        "not causal",
+    ],
 )
 def test_other_attention_is_refused_before_the_prefill(
     make: Callable[[], PreTrainedModel], reason: str, tmp_path: Path

@@ -1,0 +1,94 @@
+"""How far float32 rounding moves a model's logits and rows: much further in a loud model than in others."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .oracles import ROUNDING, error_of, expect, plain
+from .world import Rows, World
+
+SIZE, PASSES = 1e-6, 8
+"""Relative size of the movement of each output, and number of passes.
+
+In 268 loud models float32 was at most 0.5 times as far from float64 as the moved passes were from the plain one. With
+moved embeddings alone it was up to 3 times as far, because a large bias takes digits from its projection.
+"""
+SIDES = 2
+"""Number of computations that are compared. Each rounds in its own way, and moves as far as the other."""
+
+
+class Rounding:
+    """Limits of what rounding explains in a plain pass over token ids [N].
+
+    The outputs of embeddings and linear layers are moved by `SIZE`, in `PASSES` passes. A limit is `SIDES` times the
+    largest movement of these passes. Routing a token to one of two experts that are equally good is such a movement.
+    """
+
+    def __init__(self, world: World, ids: torch.Tensor):
+        self.world, self.ids = world, ids
+
+    def logits(self, last: int) -> float:
+        """Largest relative error of the logits of the `last` tokens."""
+        logits = plain(self.world, self.ids)[0][-last:]
+        return SIDES * max(error_of(moved[-last:], logits) for moved, _ in self._moved())
+
+    @cached_property
+    def rows(self) -> dict[int, tuple[float, float]]:
+        """Largest relative error of keys and of values, by layer."""
+        rows, limits = plain(self.world, self.ids)[1], dict[int, tuple[float, float]]()
+        for _, moved in self._moved():
+            for layer, pair in rows.items():
+                keys, values = (error_of(*both) for both in zip(moved[layer], pair, strict=True))
+                before = limits.get(layer, (0.0, 0.0))
+                limits[layer] = max(before[0], SIDES * keys), max(before[1], SIDES * values)
+        return limits
+
+    def layer(self, number: int | None) -> float:
+        """Largest relative error of a layer's rows; of all layers' rows if it has none."""
+        pairs = [self.rows[number]] if number in self.rows else self.rows.values()
+        return max((max(pair) for pair in pairs), default=0.0)
+
+    def expect_rows(self, actual: Rows, expected: Rows, most: float, kind: str, of: str) -> bool:
+        """Raise Wrong where rows [Hk, N, D] are further apart than `most` and than rounding explains.
+
+        Returns:
+            whether all rows are within `most`.
+        """
+        expect(actual.keys() == expected.keys(), f"{kind} rows", f"of layers {[*actual]}, not {[*expected]}")
+        within = True
+        for layer, pair in actual.items():
+            for number, name in enumerate(("keys", "values")):
+                apart = error_of(pair[number], expected[layer][number])
+                right = apart <= most or apart <= self.rows[layer][number]
+                expect(right, f"{kind} {name}", f"of layer {layer} are {apart:.2e} from {of}")
+                within = within and apart <= most
+        return within
+
+    def _moved(self) -> Iterator[tuple[torch.Tensor, Rows]]:
+        """Yield logits and rows of plain passes whose embeddings and linear layers are moved, each time otherwise."""
+        model = self.world.model
+        rounded = [model.get_input_embeddings()]
+        rounded += [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        for seed in range(PASSES):
+            random = torch.Generator().manual_seed(seed)
+
+            def move(module: torch.nn.Module, given: Any, output: torch.Tensor, random: Any = random) -> torch.Tensor:
+                return output * (1 + SIZE * torch.randn(output.shape, generator=random).to(output))
+
+            with ExitStack() as hooks:
+                for module in rounded:
+                    hooks.callback(module.register_forward_hook(move).remove)
+                moved = plain(self.world, self.ids)
+            yield moved
+
+
+def expect_logits(
+    actual: torch.Tensor, expected: torch.Tensor, world: World, ids: torch.Tensor, kind: str, of: str
+) -> None:
+    """Raise Wrong where logits [T, vocabulary] of the last of token ids [N] are further apart than by rounding."""
+    apart = error_of(actual, expected)
+    right = apart <= ROUNDING or apart <= Rounding(world, ids).logits(len(expected))
+    expect(right, kind, f"{apart:.2e} from {of}")
