@@ -183,8 +183,11 @@ def qwen_yarn(case: Case) -> dict[str, Any]:
 
 
 def positions_of(case: Case) -> int:
-    """How many tokens a case's model takes."""
-    return STRETCH * case.original if case.rope == "qwen-yarn" else case.positions or POSITIONS
+    """How many tokens a case's model takes. A window of all original positions limits the stretched ones."""
+    if case.rope != "qwen-yarn":
+        return case.positions or POSITIONS
+    stretched, window = STRETCH * case.original, getattr(config_of(case), "sliding_window", None) or 0
+    return min(stretched, window) if window >= case.original else stretched
 
 
 def config_of(case: Case) -> Any:

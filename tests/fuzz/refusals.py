@@ -129,8 +129,8 @@ DUE = (
         lambda case: "hierarchical" in _options(case, "lookup"),
     ),
     Due(
-        r"(?:\S+ cannot be indexed: )?the model's attention applies a sliding window of (\d+) tokens to a sequence longer "
-        r"than max_position_embeddings \((\d+) in the config\)",
+        r"(?:\S+ cannot be indexed: )?the model's attention applies a sliding window of (\d+) tokens to a sequence "
+        r"longer than max_position_embeddings \((\d+) in the config\)",
         lambda case: case.rope == "qwen-yarn" and (config_of(case).sliding_window or 0) >= case.original,
         False,
     ),

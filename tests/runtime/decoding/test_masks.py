@@ -218,10 +218,6 @@ def not_causal() -> PreTrainedModel:
             build_tiny(Gemma3TextConfig, head_dim=16, sliding_window=WINDOW, use_bidirectional_attention=True, **MIXED),
             "lets tokens attend to later tokens",
         ),
-        (
-            build_tiny(Cohere2Config, sliding_window=40, max_position_embeddings=40, rope_scaling=YARN, **MIXED),
-            "applies a sliding window of 40 tokens to a sequence longer than max_position_embeddings (40 in the config)",
-        ),
         (with_layer(OwnMask), "has a mask that the model itself makes or changes"),
         (with_layer(NoMask), "has a layer without a mask"),
         (with_layer(Biased), "adds a bias by position to its logits"),
@@ -232,7 +228,6 @@ def not_causal() -> PreTrainedModel:
         "doge",
         "doge with a window",
         "gemma3 both ways",
-        "all positions",
         "own mask",
         "no mask",
         "bias",
