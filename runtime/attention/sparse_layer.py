@@ -44,10 +44,11 @@ class SparseLayer(StoredLayer):
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
         decode = plan.decode if self.step_row is None else plan.captured
-        if not decodes and self.conversation is not None:
-            self.conversation.forget()
+        # The prefetcher comes first, because its pending search, in a thread, may change the conversation state.
         if not decodes and plan.prefetcher is not None:
             plan.prefetcher.forget()
+        if not decodes and self.conversation is not None:
+            self.conversation.forget()
         policy = decode if decodes else plan.prefill
         return policy.attend(step_of(self, call)).flatten(0, 1)
 
