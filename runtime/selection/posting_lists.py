@@ -169,7 +169,11 @@ class TableSelector(Selector):
         if queries.query.shape[2] > 1:
             return self._search_some(queries, budget)
         held = self.held.get(budget)
-        if held is None or held.steps >= self.step:
+        if held is not None and held.steps >= self.step:
+            # A guard asks for raised budgets in some steps only. Their selections end with that of the first budget.
+            self.held.clear()
+            held = None
+        if held is None:
             held = self.held[budget] = _Held(self._search(queries, budget))
             return held.selection
         held.steps += 1
