@@ -34,7 +34,7 @@ from sparsekv.cli.serving.responses import (
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.engine import TokenLogprobs
 from sparsekv.runtime.serving.submission import Piece, Usage
-from sparsekv.runtime.sources.passages import TokenDecoder
+from sparsekv.runtime.sources.passages import TokenDecoder, token_text
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,6 @@ class About:
         sources = sources_of(each) if self.with_sources else None
         return Details(method=method, budget=budget, kv_fraction=read, gauge=gauge_of(each), sources=sources)
 
-    def text_of(self, token: int) -> str:
-        """Return a token's text. A token that is only a part of a character gives U+FFFD."""
-        # The token is decoded after itself, because a tokenizer may drop a space at the start of a text.
-        once, twice = (str(self.tokenizer.decode([token] * times)) for times in (1, 2))
-        return twice.removeprefix(once) if twice.startswith(once) else once
-
     def likeliest(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Return log-probabilities by the tokens' texts, the likeliest first.
 
@@ -89,7 +83,7 @@ class About:
         """
         found: dict[str, float] = {}
         for token, logprob in top:
-            text = self.text_of(token)
+            text = token_text(self.tokenizer, token)
             # The model may have more tokens than the tokenizer's vocabulary.
             other = str(self.tokenizer.convert_ids_to_tokens(token) or token)
             found[other if text in found else text] = logprob
@@ -97,7 +91,7 @@ class About:
 
     def alternative(self, token: int, logprob: float) -> Alternative:
         """Return a token with its log-probability, in the format of a chat completion."""
-        text = self.text_of(token)
+        text = token_text(self.tokenizer, token)
         whole = None if "\ufffd" in text else list(text.encode())
         return Alternative(token=text, bytes=whole, logprob=logprob)
 
@@ -258,7 +252,7 @@ class TextForm:
     def _logprobs(self, choice: int, tokens: Sequence[TokenLogprobs]) -> TextLogprobs:
         answer = self._answers.setdefault(choice, TokenOffsets(self.about.tokenizer))
         return TextLogprobs(
-            tokens=[self.about.text_of(one.token) for one in tokens],
+            tokens=[token_text(self.about.tokenizer, one.token) for one in tokens],
             token_logprobs=[one.logprob for one in tokens],
             top_logprobs=[self.about.likeliest(one.top) for one in tokens],
             text_offset=[answer.put(one.token) for one in tokens],

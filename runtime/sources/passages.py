@@ -91,6 +91,13 @@ A character has at most four bytes, and a token at least one. The parts of a com
 """
 
 
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Decode a single token as it continues a text. A token that is only a part of a character gives U+FFFD."""
+    # The token is decoded after itself, because a tokenizer may drop a space at the start of a text.
+    once, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+    return twice.removeprefix(once) if twice.startswith(once) else once
+
+
 class TokenDecoder:
     """Decodes the text of each token of a sequence, one token after another.
 
