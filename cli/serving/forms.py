@@ -71,7 +71,7 @@ class About:
 
     def details(self, each: Sequence[Usage]) -> Details:
         """Return the method, the budget, and the answers' mean KV fraction and missed mass, with sources if asked."""
-        read = sum(one.kv_fraction for one in each) / len(each)
+        read = fmean([one.kv_fraction for one in each if one.steps] or [one.kv_fraction for one in each])
         method, budget = self.config.attention.name, self.config.budget.value
         sources = sources_of(each) if self.with_sources else None
         return Details(method=method, budget=budget, kv_fraction=read, gauge=gauge_of(each), sources=sources)

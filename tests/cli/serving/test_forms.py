@@ -1,4 +1,4 @@
-"""Tokens in log-probabilities: their texts and places in the answer, with tokenizers of all kinds."""
+"""Bodies of answers: tokens in log-probabilities, with tokenizers of all kinds, and the share that steps read."""
 
 import pytest
 from support.tokenizers_of_families import KINDS, tokenizer_of
@@ -8,7 +8,7 @@ from sparsekv.cli.serving.forms import About, TextForm
 from sparsekv.cli.serving.responses import Completion, TextLogprobs
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.engine import TokenLogprobs
-from sparsekv.runtime.serving.submission import Piece
+from sparsekv.runtime.serving.submission import Piece, Usage
 
 TEXT = "A list of Gr\u00f6\u00dfen, \u4e2d\u6587.\n\nAnother list"
 
@@ -45,3 +45,10 @@ def test_no_alternative_takes_the_name_of_another(kind: str) -> None:
     top = tuple((token, -0.1 * token) for token in range(len(tokenizer)))
     ((found,),) = (one.top_logprobs for one in told(tokenizer, [TokenLogprobs(0, 0.0, top)]))
     assert list(found.values()) == [logprob for _, logprob in top]
+
+
+def test_an_answer_without_a_decode_step_does_not_change_the_share_that_steps_read() -> None:
+    about = About("doc", DecodeConfig(Dense()), tokenizer_of("llama-3"), 3, with_usage=True, with_logprobs=False)
+    each = [Usage(9, 9, tokens, share) for tokens, share in ((1, 0.0), (5, 0.1), (7, 0.3))]
+    assert about.details(each).kv_fraction == pytest.approx(0.2)
+    assert about.details(each[:1]).kv_fraction == 0
