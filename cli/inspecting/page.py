@@ -15,7 +15,9 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and a summary needs n
 
 def words_of(tokenizer: "PreTrainedTokenizerBase", input_ids: Sequence[int]) -> list[str]:
     """Return the word that each token is part of. A token of only white space or punctuation is a word by itself."""
-    known = {token: str(tokenizer.decode([token])) for token in set(input_ids)}
+    from sparsekv.runtime.sources.passages import token_text  # imports transformers, which takes seconds
+
+    known = {token: token_text(tokenizer, token) for token in set(input_ids)}
     texts = [known[token] for token in input_ids]
     words: list[str] = []
     start = 0

@@ -34,6 +34,7 @@ from sparsekv.cli.serving.responses import (
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.engine import TokenLogprobs
 from sparsekv.runtime.serving.submission import Piece, Usage
+from sparsekv.runtime.sources.passages import TokenDecoder, token_text
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,27 @@ class About:
 
     def details(self, each: Sequence[Usage]) -> Details:
         """Return the method, the budget, and the answers' mean KV fraction and missed mass, with sources if asked."""
-        read = sum(one.kv_fraction for one in each) / len(each)
+        read = fmean([one.kv_fraction for one in each if one.steps] or [one.kv_fraction for one in each])
         method, budget = self.config.attention.name, self.config.budget.value
         sources = sources_of(each) if self.with_sources else None
         return Details(method=method, budget=budget, kv_fraction=read, gauge=gauge_of(each), sources=sources)
 
-    def text_of(self, token: int) -> str:
-        """Return a token's text. A token that is only a part of a character gives U+FFFD."""
-        return str(self.tokenizer.decode([token]))
+    def likeliest(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return log-probabilities by the tokens' texts, the likeliest first.
+
+        If several tokens have the same text, such as U+FFFD, all but the likeliest are named as in the vocabulary.
+        """
+        found: dict[str, float] = {}
+        for token, logprob in top:
+            text = token_text(self.tokenizer, token)
+            # The model may have more tokens than the tokenizer's vocabulary.
+            other = str(self.tokenizer.convert_ids_to_tokens(token) or token)
+            found[other if text in found else text] = logprob
+        return found
 
     def alternative(self, token: int, logprob: float) -> Alternative:
         """Return a token with its log-probability, in the format of a chat completion."""
-        text = self.text_of(token)
+        text = token_text(self.tokenizer, token)
         whole = None if "\ufffd" in text else list(text.encode())
         return Alternative(token=text, bytes=whole, logprob=logprob)
 
@@ -192,12 +202,25 @@ class ChatForm:
         return TokenChoice(**dict(self.about.alternative(one.token, one.logprob)), top_logprobs=top)
 
 
+class TokenOffsets:
+    """Positions of the tokens of an answer in its text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._decoder, self._characters = TokenDecoder(tokenizer, skip_special_tokens=True), 0
+
+    def put(self, token: int) -> int:
+        """Return the number of characters before the next token, or before the character that it continues."""
+        before = self._characters
+        self._characters += len(self._decoder.put(token))
+        return before
+
+
 class TextForm:
     """The response format of `/v1/completions`."""
 
     def __init__(self, about: About):
         self.about, self.id = about, f"cmpl-{uuid4().hex}"
-        self._offsets: dict[int, int] = {}
+        self._answers: dict[int, TokenOffsets] = {}
 
     def opening(self, choice: int) -> Iterator[Sent]:
         yield from ()
@@ -227,16 +250,10 @@ class TextForm:
         )
 
     def _logprobs(self, choice: int, tokens: Sequence[TokenLogprobs]) -> TextLogprobs:
-        texts, offsets, offset = [self.about.text_of(one.token) for one in tokens], [], self._offsets.get(choice, 0)
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[choice] = offset
+        answer = self._answers.setdefault(choice, TokenOffsets(self.about.tokenizer))
         return TextLogprobs(
-            tokens=texts,
+            tokens=[token_text(self.about.tokenizer, one.token) for one in tokens],
             token_logprobs=[one.logprob for one in tokens],
-            top_logprobs=[
-                {self.about.text_of(token): logprob for token, logprob in reversed(one.top)} for one in tokens
-            ],
-            text_offset=offsets,
+            top_logprobs=[self.about.likeliest(one.top) for one in tokens],
+            text_offset=[answer.put(one.token) for one in tokens],
         )

@@ -161,7 +161,8 @@ class ChatCompletionChunk(Sent):
 
 
 class TextLogprobs(Sent):
-    """Log-probabilities of a completion's tokens. `text_offset` has their positions in the answer, in characters."""
+    """Log-probabilities of a completion's tokens. `text_offset` has their positions in the answer, in characters. If
+    several tokens in `top_logprobs` have the same text, all but the likeliest are named as in the vocabulary."""
 
     tokens: list[str]
     token_logprobs: list[float]

@@ -17,8 +17,8 @@ from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.packed_cache import PackedLayer, PackedStep, Piece, StepTokens
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, MissedShares, StoredLayer
-from sparsekv.runtime.selection.interface import Queries, Selection, Selector, single_rows
-from sparsekv.runtime.selection.wrappers import unite
+from sparsekv.runtime.selection.interface import Queries, Selection, Selector
+from sparsekv.runtime.selection.wrappers import join_selections, unite
 
 
 class SparseLayer(StoredLayer):
@@ -44,10 +44,11 @@ class SparseLayer(StoredLayer):
         if decodes and plan.appender is not None:
             plan.appender.append_due(self)
         decode = plan.decode if self.step_row is None else plan.captured
-        if not decodes and self.conversation is not None:
-            self.conversation.forget()
+        # The prefetcher comes first, because its pending search, in a thread, may change the conversation state.
         if not decodes and plan.prefetcher is not None:
             plan.prefetcher.forget()
+        if not decodes and self.conversation is not None:
+            self.conversation.forget()
         policy = decode if decodes else plan.prefill
         return policy.attend(step_of(self, call)).flatten(0, 1)
 
@@ -242,10 +243,11 @@ class PackedSparse(PackedLayer):
         """
         if self.conversation is None:
             return self.plan.selector.select(queries, self.plan.budget)
-        slots = step.answering.slots.tolist()
-        each = [self.asked.get(slot, self.unasked).select(queries, self.plan.budget) for slot in slots]
-        rows = torch.cat([one.rows.expand()[0][:, :1] for one in each], 1)
-        return Selection(single_rows(rows), each[0].cost, each[0].rest)
+        selectors = [self.asked.get(slot, self.unasked) for slot in step.answering.slots.tolist()]
+        own = (queries.of_tokens(slice(place, place + 1)) for place in range(len(selectors)))
+        return join_selections(
+            [selector.select(one, self.plan.budget) for selector, one in zip(selectors, own, strict=True)]
+        )
 
 
 class PackedInPlace(PackedSparse):

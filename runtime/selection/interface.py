@@ -241,6 +241,12 @@ class Queries:
     batch: int = 0
     in_place: InPlace | None = None
 
+    def of_tokens(self, places: slice) -> "Queries":
+        """Return the queries of some of the tokens, without `in_place`."""
+        positions, exact = self.positions, self.exact_logsumexp
+        some = self.query[:, :, places]
+        return Queries(some, lambda: positions()[places], lambda: exact()[..., places], self.joint, self.batch)
+
     def to(self, device: torch.device) -> "Queries":
         """Return the queries on a device. A copy to another device has no `in_place`."""
         if self.query.device == device:

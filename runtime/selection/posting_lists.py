@@ -169,7 +169,11 @@ class TableSelector(Selector):
         if queries.query.shape[2] > 1:
             return self._search_some(queries, budget)
         held = self.held.get(budget)
-        if held is None or held.steps >= self.step:
+        if held is not None and held.steps >= self.step:
+            # A guard asks for raised budgets in some steps only. Their selections end with that of the first budget.
+            self.held.clear()
+            held = None
+        if held is None:
             held = self.held[budget] = _Held(self._search(queries, budget))
             return held.selection
         held.steps += 1
@@ -178,13 +182,7 @@ class TableSelector(Selector):
     def _search_some(self, queries: Queries, budget: Budget) -> Selection:
         """Select for Q consecutive decode steps: each `step`-th step, from the first on, searches for `step` steps."""
         query, Q = queries.query, queries.query.shape[2]
-        some = replace(
-            queries,
-            query=query[:, :, :: self.step],
-            positions=lambda: queries.positions()[:: self.step],
-            exact_logsumexp=lambda: queries.exact_logsumexp()[..., :: self.step],
-        )
-        found = self._search(some, budget)
+        found = self._search(queries.of_tokens(slice(None, None, self.step)), budget)
         index_rows = torch.zeros(len(query), Q, device=query.device)
         index_rows[:, :: self.step] = found.cost.index_rows
         rows = found.rows.starts.repeat_interleave(self.step, 1)[:, :Q]

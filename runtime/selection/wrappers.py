@@ -1,5 +1,6 @@
 """Extensions of any selector: centroids for the tokens that it does not select, and a union of several selections."""
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -54,6 +55,19 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
         cost=Cost(read, selection.cost.per_count),
         rest=rest,
     )
+
+
+def join_selections(each: Sequence[Selection]) -> Selection:
+    """Join selections of one query each to one selection with rows and cost for each query; the rest is the first's."""
+    most, read = max(one.rows.starts.shape[2] for one in each), each[0].cost.index_rows
+    starts, lengths = (
+        torch.cat([torch.nn.functional.pad(rows, (0, most - rows.shape[2])) for rows in parts], 1)
+        for parts in ([one.rows.starts for one in each], [one.rows.lengths for one in each])
+    )
+    if isinstance(read, torch.Tensor):
+        read = torch.cat([torch.as_tensor(one.cost.index_rows) for one in each], 1)
+    rows = RowSet(starts, lengths, max(one.rows.capacity for one in each))
+    return replace(each[0], rows=rows, cost=replace(each[0].cost, index_rows=read))
 
 
 def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:

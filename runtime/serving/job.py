@@ -61,6 +61,7 @@ class Job:
     def __init__(self, request: Submission, index: OpenIndex, ended: Callable[["Job"], None]):
         self.request, self.index, self._ended = request, index, ended
         self.channel, self.text = Channel(), StoppedText(request.stop)
+        self._ends = _special_tokens(index, request.stop)
         self.sequence: Sequence | None = None
         self.submitted = time.monotonic()
         self.usage: Usage | None = None
@@ -96,7 +97,7 @@ class Job:
             reason: why the request ends early; None: the answer is complete.
         """
         if reason is None:
-            stopped = self.text.found or (answer is not None and answer.finish_reason == "stop")
+            stopped = self.text.found or (answer is not None and answer.finish_reason == "stop") or self._has_ended()
             reason = "stop" if stopped else "length"
         stored, kept = self.index.split.tokens, 0 if self.sequence is None else self.sequence.kept
         self.usage = Usage(
@@ -127,9 +128,19 @@ class Job:
     def _stops(self) -> bool:
         assert self.sequence is not None
         assert self.sequence.streamer is not None
-        return self.text.stops_with(self.sequence.streamer.pending())
+        return self._has_ended() or self.text.stops_with(self.sequence.streamer.pending())
+
+    def _has_ended(self) -> bool:
+        """Whether the last token is a special token that is a stop string."""
+        return self.sequence is not None and not self._ends.isdisjoint(self.sequence.answer[-1:])
 
     def _put(self, text: str, finish: Finish | None = None) -> None:
         usage = None if finish is None else self.usage
         self.channel.put(Piece(text, tuple(self._tokens), tuple(self._logprobs), finish, usage))
         self._tokens, self._logprobs = [], []
+
+
+def _special_tokens(index: OpenIndex, stops: tuple[str, ...]) -> set[int]:
+    """Return the ids of the special tokens among stop strings. Special tokens are no part of an answer's text."""
+    added = index.tokenizer.added_tokens_decoder
+    return {number for number, token in added.items() if token.special and token.content in stops}

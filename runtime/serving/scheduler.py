@@ -45,7 +45,7 @@ class Measures:
         prompt_tokens, cached_tokens: sums over the ended answers of the numbers of the same names in `Usage`.
         kept_bytes: bytes of the copies of ended requests' keys and values.
         kv_fraction: mean number of key, value and index rows that a decode step read, divided by the number that dense
-            attention would read.
+            attention would read; 0 before the first decode step.
     """
 
     waiting: int
@@ -107,7 +107,7 @@ class Scheduler:
         """Process that has submitted the first request. Torch's threads do not run in a fork of it."""
         self._turns = TurnStore(kept_bytes)
         self._answers, self._answer_tokens, self._prompt_tokens, self._cached_tokens = 0, 0, 0, 0
-        self._read, self._seconds = 0.0, 1.0
+        self._read, self._steps, self._seconds = 0.0, 0, 1.0
         for name, index in indices.items():
             self.add(name, index)
 
@@ -211,7 +211,7 @@ class Scheduler:
                 prompt_tokens=self._prompt_tokens,
                 cached_tokens=self._cached_tokens,
                 kept_bytes=self._turns.nbytes,
-                kv_fraction=self._read / self._answer_tokens if self._answer_tokens else 0.0,
+                kv_fraction=self._read / self._steps if self._steps else 0.0,
             )
 
     def _waiting(self) -> int:
@@ -238,7 +238,7 @@ class Scheduler:
                 self._answer_tokens += usage.answer_tokens
                 self._prompt_tokens += usage.prompt_tokens
                 self._cached_tokens += usage.cached_tokens
-                self._read += usage.kv_fraction * usage.answer_tokens
+                self._read, self._steps = self._read + usage.kv_fraction * usage.steps, self._steps + usage.steps
                 self._seconds += 0.2 * (time.monotonic() - job.submitted - self._seconds)
             self._changed.notify_all()
 

@@ -72,6 +72,11 @@ class Usage:
     layers: tuple[LayerStats, ...] = ()
     sources: tuple[Source, ...] = ()
 
+    @property
+    def steps(self) -> int:
+        """Number of decode steps, which give all tokens but the first."""
+        return max(0, self.answer_tokens - 1)
+
 
 @dataclass(frozen=True)
 class Piece:

@@ -91,25 +91,48 @@ A character has at most four bytes, and a token at least one. The parts of a com
 """
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Decode the text of each token, including special tokens.
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Decode a single token as it continues a text. A token that is only a part of a character gives U+FFFD."""
+    # The token is decoded after itself, because a tokenizer may drop a space at the start of a text.
+    once, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+    return twice.removeprefix(once) if twice.startswith(once) else once
+
+
+class TokenDecoder:
+    """Decodes the text of each token of a sequence, one token after another.
 
     If several tokens make up one character, the character is the text of the last token, and the texts of the other
     tokens are empty. Each token is decoded together with earlier tokens, because a tokenizer may drop a space at the
     start of a text.
+
+    Args:
+        skip_special_tokens: special tokens have an empty text.
     """
 
-    def text(start: int, stop: int) -> str:
-        some = list(ids[start:stop])
-        return str(tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False):
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self.lead: list[int] = []
+        """The last tokens that have a text."""
+        self.waiting: list[int] = []
+        """Tokens since then. Their text does not decode yet, because it may be the beginning of a character."""
 
-    texts, before, start, shown = [], "", 0, 0
-    for stop in range(1, len(ids) + 1):
-        now = text(start, stop)
-        if now.endswith(UNDECODED) and stop < len(ids) and stop - shown < LONGEST_CHARACTER:
-            texts.append("")
-            continue
-        texts.append(now[len(before) :])
-        start, shown = shown, stop
-        before = text(start, stop)
-    return texts
+    def put(self, token: int, *, last: bool = False) -> str:
+        """Return the text of the next token. The `last` token of a sequence waits for no other tokens."""
+        self.waiting.append(token)
+        now = self._text([*self.lead, *self.waiting])
+        if now.endswith(UNDECODED) and not last and len(self.waiting) < LONGEST_CHARACTER:
+            return ""
+        text = now[len(self._text(self.lead)) :]
+        self.lead, self.waiting = self.waiting if text else [*self.lead, *self.waiting], []
+        return text
+
+    def _text(self, ids: list[int]) -> str:
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Decode the text of each token, as `TokenDecoder` does, including special tokens."""
+    decoder = TokenDecoder(tokenizer)
+    return [decoder.put(token, last=number == len(ids)) for number, token in enumerate(ids, 1)]

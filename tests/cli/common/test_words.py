@@ -1,8 +1,10 @@
 """Words of tokens: what a person reads in a cluster."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_models import tiny_tokenizer
+from support.tokenizers_of_families import tokenizer_of
 
 from sparsekv.cli.inspecting.page import telling_words, words_of
 
@@ -17,6 +19,14 @@ def test_each_token_stands_in_its_word() -> None:
     assert words[9:12] == [",", "' '", "' '"]
     assert words[15] == "'\\n'"
     assert words[-1] == "more"
+
+
+@pytest.mark.parametrize("kind", ["llama-2", "mistral", "qwen"])
+def test_words_do_not_run_into_each_other(kind: str) -> None:
+    """Tokenizers of SentencePiece drop the space at the start of a text, and so of a token alone."""
+    tokenizer = tokenizer_of(kind)
+    words = words_of(tokenizer, tokenizer("a list and the other list", add_special_tokens=False).input_ids)
+    assert [*dict.fromkeys(words)] == ["a", "list", "and", "the", "other"]
 
 
 def test_no_tokens_have_no_words() -> None:

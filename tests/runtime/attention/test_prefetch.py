@@ -2,23 +2,35 @@
 
 import time
 from dataclasses import replace
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
 import torch
 from support.random_tensors import normal
 from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
+from support.small_tables import tabled_layer
 
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.executors import GatherExecutor
-from sparsekv.runtime.attention.policies import Prefetcher, tensors_in
+from sparsekv.runtime.attention.policies import Prefetcher, tensors_in, wait_for_searches
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MemoryRows
+from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.interface import Appended, Appending, Budget, Method, Queries, Selection, Selector
+from sparsekv.runtime.selection.interface import (
+    Appended,
+    Appending,
+    Budget,
+    ConversationState,
+    Method,
+    Queries,
+    Selection,
+    Selector,
+)
 
 METHODS: dict[str, Method] = {
     "squeezed": Squeezed("hierarchical"),
@@ -101,6 +113,36 @@ def test_a_question_is_not_searched_for_beside_the_step_before() -> None:
     ahead.update(keys[None], values[None])
     ahead.attend(AttentionCall(0, query, keys, values, layer.context.facts.softmax_scale, None, None, None))
     assert prefetcher.pending is None
+
+
+class _Slow(Selector):
+    """Another selector, whose selections take long in the thread of searches."""
+
+    def __init__(self, inner: Selector):
+        self.inner, self.layout = inner, inner.layout
+
+    @property
+    def conversation(self) -> ConversationState | None:
+        return self.inner.conversation
+
+    def select(self, queries: Queries, budget: Budget) -> Selection:
+        if current_thread() is not main_thread():
+            time.sleep(0.1)
+        return self.inner.select(queries, budget)
+
+
+def test_a_search_of_the_answer_before_leaves_nothing_to_the_next_answer() -> None:
+    """In a talk with --step, the last step's search may still run when the next question begins."""
+    tabled = tabled_layer()
+    inner = CSAttention(step=100).prepare(tabled.layer.context)
+    ahead = sparse_layer(tabled.layer, _Slow(inner), Budget(9), ahead=True)
+    Hk, G, _, D = tabled.layer.queries.shape
+    for tokens in (3, 1, 3):
+        keys, values, query = (normal(part, heads, tokens, D) for part, heads in enumerate((Hk, Hk, Hk * G)))
+        ahead.update(keys[None], values[None])
+        ahead.attend(AttentionCall(0, query, keys, values, tabled.layer.context.facts.softmax_scale, None, None, None))
+    wait_for_searches()
+    assert not inner.held
 
 
 class _Late(Selector):

@@ -1,7 +1,7 @@
 """Questions that decode together: with everything attended their answers are those that each gets alone."""
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 from types import SimpleNamespace
 
@@ -32,13 +32,21 @@ from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.multipole import Multipole
+from sparsekv.runtime.methods.oracle import Oracle, OracleSelector
 from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    ConversationState,
+    Method,
+    MethodSpec,
+    MiddleContext,
+    Queries,
+)
 
 QUESTIONS = (
     "What is an expression?",
@@ -227,6 +235,30 @@ def test_a_question_of_one_token_answers_as_it_does_alone(full_index: OpenIndex)
     asked = [words[0], words[1][:1], words[2], words[3][:1], words[4][:1]]
     cache = full_index.cache(sparse("snapkv", SnapKV(window_queries=4), Budget(0.2)))
     assert ids(together(full_index, cache, asked, 1)) == ids(alone(full_index, cache, asked))
+
+
+class _Remembering(OracleSelector):
+    """The oracle, as a method of another package whose choice may also depend on the question."""
+
+    @property
+    def conversation(self) -> ConversationState:
+        return ConversationState(lambda: None)
+
+
+@dataclass(frozen=True)
+class _Remembered(Oracle):
+    def prepare(self, context: MiddleContext) -> _Remembering:
+        return _Remembering(context)
+
+
+def test_each_sequence_selects_by_its_own_query(full_index: OpenIndex) -> None:
+    asked = [question_ids(full_index, question) for question in QUESTIONS]
+    found, expected = (
+        together(full_index, full_index.cache(sparse("oracle", method, Budget(0.05), question=DENSE)), asked, 3)
+        for method in (_Remembered(), Oracle())
+    )
+    assert ids(found) == ids(expected)
+    assert [one.kv_fraction for one in found] == pytest.approx([one.kv_fraction for one in expected])
 
 
 def test_what_is_drawn_is_drawn_for_each_question(index: OpenIndex) -> None:

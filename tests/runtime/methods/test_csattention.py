@@ -202,6 +202,18 @@ def test_a_rewound_layer_and_another_budget_search_anew() -> None:
     assert not torch.equal(anew, chosen)
 
 
+def test_a_raised_budgets_selection_is_no_older_than_the_first_budgets() -> None:
+    """As a guard asks: for the first budget in each step, and for a raised one in the first and the last step."""
+    layer = tabled_layer().layer
+    selector, fresh = CSAttention(step=2).prepare(layer.context), CSAttention().prepare(layer.context)
+    steps = [as_queries(layer.queries[:, :, query : query + 1]) for query in range(5)]
+    for number, step in enumerate(steps):
+        selector.select(step, Budget(6))
+        raised = selector.select(step, Budget(12)) if number in (0, 4) else None
+    assert raised is not None
+    assert torch.equal(raised.rows.starts, fresh.select(steps[4], Budget(12)).rows.starts)
+
+
 @pytest.fixture(
     scope="module",
     params=["llama", "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3", "smollm3"))],

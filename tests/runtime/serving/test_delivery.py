@@ -65,6 +65,24 @@ def test_an_answer_ends_at_a_stop_string(served: Served, make: Make) -> None:
     check(pieces, answer)
 
 
+def test_an_answer_ends_at_a_special_token_that_is_a_stop_string(served: Served, make: Make) -> None:
+    """Its text is no part of the answer's."""
+    index, scheduler = served.indices["a"], make()
+    special = {number: token.content for number, token in index.tokenizer.added_tokens_decoder.items()}
+
+    def drawn(seed: int, *stop: str) -> list[Piece]:
+        sampling = Sampling(60, temperature=2.0, seed=seed)
+        return list(scheduler.submit(Submission("a", ALL, question(1), sampling, stop)))
+
+    answers = ((seed, ids(drawn(seed))) for seed in range(20))
+    seed, whole = next((seed, tokens) for seed, tokens in answers if special.keys() & set(tokens[:-1]))
+    place = next(place for place, token in enumerate(whole) if token in special)
+    pieces = drawn(seed, "never seen", special[whole[place]])
+    assert ids(pieces) == whole[: place + 1]
+    assert text(pieces) == index.tokenizer.decode(whole[:place])
+    assert pieces[-1].finish == "stop"
+
+
 def test_log_probabilities_are_those_of_the_logits(served: Served, make: Make) -> None:
     """Whatever the temperature."""
     index, scheduler = served.indices["a"], make()

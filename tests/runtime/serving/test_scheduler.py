@@ -58,6 +58,17 @@ def test_other_configs(served: Served, make: Make, config: DecodeConfig) -> None
         check(list(stream), served.alone(*one, config=config))
 
 
+def test_an_answer_without_a_decode_step_does_not_change_the_share_that_steps_read(served: Served, make: Make) -> None:
+    scheduler, config = make(), replace(ALL, budget=Budget(0.2))
+    assert scheduler.measures().kv_fraction == 0
+    usage = list(served.ask(scheduler, "a", question(0), 12, config=config))[-1].usage
+    assert usage is not None
+    for number in range(3):
+        list(served.ask(scheduler, "a", question(number), 1, config=config))
+    assert 0 < usage.kv_fraction < 1
+    assert scheduler.measures().kv_fraction == pytest.approx(usage.kv_fraction)
+
+
 def test_requests_that_cannot_share_steps_are_answered_one_after_another(served: Served, make: Make) -> None:
     """Beside others that can."""
     scheduler, gauged = make(), replace(ALL, gauge=True)
