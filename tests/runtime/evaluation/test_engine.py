@@ -103,6 +103,29 @@ def test_a_resumed_run_prefills_only_the_questions_that_are_left(loaded: LoadedM
     assert len(results) == len(TEXTS) * (1 + len(BUDGETS))
 
 
+def test_answers_are_asked_again_if_other_tokens_end_them(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corrected `generation_config.json` is none of an index's concern."""
+    comparison, answers = _comparison(loaded, ("quest",)), loaded.model.generation_config
+    before, _ = _prefilled(comparison, CONTEXT, tmp_path)
+    monkeypatch.setattr(answers, "eos_token_id", list(range(loaded.model.config.vocab_size)))
+    texts = [one.given.text for one in _prefilled(comparison, CONTEXT, tmp_path)[0]]
+    assert texts == [one.given.text for one in _prefilled(comparison, CONTEXT, tmp_path / "anew")[0]]
+    assert texts != [one.given.text for one in before]
+
+
+def test_losses_are_measured_again_if_logits_are_scaled_otherwise(tmp_path: Path) -> None:
+    loaded = small_model("gemma2")
+    scored = Context("perplexity", "1", TEXT[:300], (Question("", (TEXT[300:400],), "perplexity", 8),), bare=True)
+    before, after, anew = [], [], []
+    for cap, losses, work in ((30.0, before, tmp_path), (0.5, after, tmp_path), (0.5, anew, tmp_path / "anew")):
+        loaded.model.config.final_logit_softcapping = cap
+        comparison = _comparison(loaded, (), keep=False)  # a kept index would not open
+        losses += [one.score for one in evaluate(comparison, [scored], work, lambda stage, done, of: None)]
+    assert after == anew != before
+
+
 def test_only_as_many_tokens_of_questions_are_kept_as_the_limit_allows(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
