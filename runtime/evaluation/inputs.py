@@ -191,9 +191,9 @@ def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
 
 
 def _is_cut_out(question: Question, context: Context, short: Context) -> bool:
-    """Whether the cut removed at least a part of the answer at the answer's only known position."""
+    """Whether the cut removed a part of the needle, or of the answer, at its only known position."""
     if question.depth is None or short.text == context.text:
         return False
     first, half = round(question.depth * len(context.text)), len(short.text) // 2
-    last = first + max(map(len, question.answers))
+    last = first + (len(question.needle) or max(map(len, question.answers)))
     return last > half and first < len(context.text) - half
