@@ -28,6 +28,15 @@ def test_the_more_share_a_choice_the_less_each_loses(place: Path, queries: tuple
         assert more["attention_mass"] > fewer["attention_mass"]
 
 
+def test_rows_of_several_queries_are_not_judged_as_those_of_one(place: Path) -> None:
+    """Of several, no method is the best of one query, and the budget is that of each."""
+    told = run_here(*REPORT, "--method", "window", "--together", "4").stdout
+    assert "--within 0.12 names a method for queries alone; add 1 to --together" in told
+    assert "Nothing here reads as little" not in told
+    assert "selects more tokens than the budget allows" not in told
+    assert "Lowest error at a kv fraction up to 0.12: " in run_here(*REPORT, "--method", "window").stdout
+
+
 def test_no_more_than_there_are_questions(place: Path) -> None:
     Path("questions.txt").write_text("\n".join(QUESTIONS) + "\n")
     refused = run_here(*REPORT, "--queries", "questions.txt", "--model", "model", "--together", "5")
