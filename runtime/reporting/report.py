@@ -195,7 +195,7 @@ def recall_report(
     compared = [
         form for name in names for form in forms(artifact, name, (configured or {}).get(name), residual=residual)
     ]
-    measured = _together(_measured(compared, budgets, guard), together, note)
+    measured = _together(_measured(compared, budgets, guard), together, note, apart=queries.apart)
     layers = manifest.indexed_layers
     rows: list[RecallRow] = []
     states: SharedStates = {}
@@ -257,27 +257,31 @@ def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | 
 
 
 def _together(
-    settings: Sequence[MeasuredSetting], together: Sequence[int], note: Callable[[str], None]
+    settings: Sequence[MeasuredSetting], together: Sequence[int], note: Callable[[str], None], *, apart: bool
 ) -> list[MeasuredSetting]:
     """Return the settings for each number of queries together.
 
-    Settings whose queries cannot share a selection are left out for numbers above 1. Then `note` is called with a line
-    that names them. Raises UsageError with this line if no setting remains.
+    Settings whose queries cannot share a selection are left out for numbers above 1. If the queries are of different
+    questions (`apart`), settings whose steps reuse a selection are left out for 1 too. Then `note` is called with a
+    line that names them. Raises UsageError with this line if no setting remains.
     """
     several = [number for number in together if number > 1]
-    alone = dict.fromkeys(one.form.title for one in settings if one.guard or not one.form.method.can_unite())
+    reusing = dict.fromkeys(one.form.title for one in settings if one.form.method.cycle() > 1)
+    alone = dict.fromkeys(one.form.title for one in settings if one.guard or not one.form.method.can_unite()) | reusing
     measured = [
         replace(one, together=number)
         for one in settings
         for number in together
-        if number == 1 or one.form.title not in alone
+        if one.form.title not in alone or (number == 1 and not (apart and one.form.title in reusing))
     ]
     if several and alone:
         line = (
-            f"--together {','.join(map(str, several))} leaves out {', '.join(alone)}: a guard, or what represents "
-            "unselected tokens, holds for one query only"
+            f"--together {','.join(map(str, several))} leaves out {', '.join(alone)}: a guard, a selection for several "
+            "steps, or what represents unselected tokens, holds for one query only"
         )
-        if 1 not in together:
+        if apart and reusing:
+            line += f"; leave --together out to measure {', '.join(reusing)}"
+        elif 1 not in together:
             line += "; add 1 to --together to measure queries alone"
         if not measured:
             raise UsageError(line)
