@@ -64,6 +64,9 @@ class Inputs:
             raise UsageError("--data and --format belong together: give both")
         if data is not None and (tasks or depths or pairs):
             raise UsageError("the file of --data has its own tasks: leave out --task, --depth and --pairs")
+        if data is not None and len(set(lengths)) > 1:
+            told = " ".join(f"--length {length}" for length in lengths)
+            raise UsageError(f"{told}: the documents of --data are cut to one length; give one, and run eval for each")
         shares = tuple(depth / 100 for depth in depths)
         request = Request("", len, min(lengths, default=1), contexts, questions, shares, seed)
         chosen = list(dict.fromkeys(tasks or (PAIRS_TASKS if pairs is not None else DEFAULT_TASKS)))
@@ -171,7 +174,7 @@ def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Con
 
 
 def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
-    """Cut out a context's middle if the context exceeds the smallest of `lengths` or does not fit the model.
+    """Cut out a context's middle if the context exceeds the requested length or does not fit the model.
 
     Raises:
         UsageError: the cut would remove the answer to a question. Also raises the errors of `question_ids`.
