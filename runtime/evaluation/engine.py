@@ -497,8 +497,11 @@ class _Asking:
         if isinstance(question, Own) or not sparse:
             return None
         # A stored answer's key has a budget for the question, even if the question attends densely.
-        asked = asdict(question) if isinstance(question, QuestionPrefill) else DENSELY
-        return asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
+        asked, code = DENSELY, None
+        if isinstance(question, QuestionPrefill):
+            asked, code = asdict(question), code_of(type(question.method))
+        asked = asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
+        return asked if code is None else asked | {"code": code}
 
     def _folder(self) -> Path:
         model = self.comparison.identity[0]

@@ -1,5 +1,6 @@
 """An evaluation prefills a question once, and every variant answers as over a cache of its own."""
 
+import importlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import Builder
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import prefills
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.decoding.sampling import Sampling
@@ -113,6 +114,23 @@ def test_answers_are_asked_again_if_other_tokens_end_them(
     texts = [one.given.text for one in _prefilled(comparison, CONTEXT, tmp_path)[0]]
     assert texts == [one.given.text for one in _prefilled(comparison, CONTEXT, tmp_path / "anew")[0]]
     assert texts != [one.given.text for one in before]
+
+
+def test_answers_are_asked_again_after_an_edit_of_the_package_that_prefills_questions(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "asking_package.py"
+    file.write_text("from sparsekv.runtime.methods.quest import Quest\nclass Asking(Quest): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    method = importlib.import_module("asking_package").Asking
+    monkeypatch.setitem(methods.known, "asking", method)
+    asking = QuestionPrefill("asking", method(), Budget(0.1))
+    comparison = _comparison(loaded, ("quest",), question=asking)
+    for edited in (False, True):
+        file.write_text(file.read_text() + "# edited\n" * edited)
+        _prefilled(comparison, CONTEXT, tmp_path / "work")
+        answers = (tmp_path / "work" / "answers.jsonl").read_text().count("\n")
+        assert answers == len(TEXTS) * (1 + len(BUDGETS) * (1 + edited))
 
 
 def test_losses_are_measured_again_if_logits_are_scaled_otherwise(tmp_path: Path) -> None:
