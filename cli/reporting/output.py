@@ -11,8 +11,8 @@ from rich.table import Table
 from sparsekv.cli.common.console import say_csv, say_wrapped
 from sparsekv.cli.common.stats import (
     MORE_THAN_EVERYTHING,
+    counted_dtype,
     storage_record,
-    stored_dtype,
     stored_line,
     windows_line,
 )
@@ -50,7 +50,7 @@ ROUNDING = 1e-6
 def legend(rows: Sequence[RecallRow], manifest: Manifest) -> list[str]:
     """Return the lines to print below a table of these report rows. `manifest` is that of the index."""
     columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
-    fixed = [line.format(dtype=stored_dtype(manifest)) for line in LEGEND]
+    fixed = [line.format(dtype=counted_dtype(manifest)) for line in LEGEND]
     return [*fixed, *columns, *_odd(rows, manifest.split.middle), *filter(None, [windows_line(manifest)])]
 
 
