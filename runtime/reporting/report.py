@@ -68,7 +68,7 @@ class RecallRow:
         missed_mass: dense attention's weight on the tokens between sinks and tail that were not selected, from 0 to 1.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
         recall_seen: recall on the queries of `seen_block`, from which the index was built. None if the index stores no
-            queries, or if the method does not learn from them.
+            queries, if the method does not learn from them, or if they are fewer than `together`.
         list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
         raised: share of a head's queries over the guard's limit at the first budget; None without a guard.
         dense: share of a head's queries to which the guard gave dense attention; None without a guard.
@@ -292,11 +292,15 @@ def _together(
 def _recall_seen(
     rows: LayerRows, measured: list[MeasuredSetting], device: torch.device
 ) -> dict[MeasuredSetting, torch.Tensor]:
-    """Return the recall [Hk] of methods that learn from queries, on the queries of `seen_block`."""
+    """Return the recall [Hk] of methods that learn from queries, on the queries of `seen_block`.
+
+    Settings of more queries together than this block has are left out.
+    """
     learned = [one for one in measured if one.form.method.learns_queries]
     block = seen_block(rows.artifact, rows.layer) if learned else None
     if block is None:
         return {}
+    learned = [one for one in learned if one.together <= block.queries.shape[1]]
     found = measure_layer(rows, learned, [block], device=device)
     return {one: measures.means()["recall"] for one, measures in found.items()}
 
