@@ -497,11 +497,11 @@ class _Asking:
         if isinstance(question, Own) or not sparse:
             return None
         # A stored answer's key has a budget for the question, even if the question attends densely.
-        asked, code = DENSELY, None
+        asked: dict[str, Any] = {**DENSELY}
         if isinstance(question, QuestionPrefill):
-            asked, code = asdict(question), code_of(type(question.method))
-        asked = asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
-        return asked if code is None else asked | {"code": code}
+            code = code_of(type(question.method))
+            asked = asdict(question) | ({} if code is None else {"code": code})
+        return asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
 
     def _folder(self) -> Path:
         model = self.comparison.identity[0]

@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
+from sparsekv.cli.common.plots import save
 from sparsekv.cli.reporting import plots
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow
 
@@ -26,7 +27,6 @@ def test_each_row_is_a_point_within_the_axes(
 ) -> None:
     """Also one that is exactly dense attention, such as that of a guard which gives every head everything."""
     kept: list[Any] = []
-    save = plots.save
     monkeypatch.setattr(plots, "save", lambda figure, path: kept.append(figure))
     rows = [_row(budget, error) for budget, error in zip((0.1, 0.5, 1.0), errors, strict=True)]
     report = RecallReport("a.skv", "tiny", 120, 100, 8, "dense", None, rows)

@@ -136,11 +136,12 @@ def test_answers_are_asked_again_after_an_edit_of_the_package_that_prefills_ques
 def test_losses_are_measured_again_if_logits_are_scaled_otherwise(tmp_path: Path) -> None:
     loaded = small_model("gemma2")
     scored = Context("perplexity", "1", TEXT[:300], (Question("", (TEXT[300:400],), "perplexity", 8),), bare=True)
-    before, after, anew = [], [], []
-    for cap, losses, work in ((30.0, before, tmp_path), (0.5, after, tmp_path), (0.5, anew, tmp_path / "anew")):
+    losses: list[list[float]] = []
+    for cap, work in ((30.0, tmp_path), (0.5, tmp_path), (0.5, tmp_path / "anew")):
         loaded.model.config.final_logit_softcapping = cap
         comparison = _comparison(loaded, (), keep=False)  # a kept index would not open
-        losses += [one.score for one in evaluate(comparison, [scored], work, lambda stage, done, of: None)]
+        losses.append([one.score for one in evaluate(comparison, [scored], work, lambda stage, done, of: None)])
+    before, after, anew = losses
     assert after == anew != before
 
 

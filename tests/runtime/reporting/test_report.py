@@ -11,6 +11,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import CPU
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
 from sparsekv.runtime.reporting.report import MEASURES, RecallReport, recall_report
@@ -70,7 +71,7 @@ def test_a_question_of_one_token_selects_for_itself(tmp_path: Path) -> None:
     asked = [tail_block(artifact, layer).part(slice(one, one + 1), CPU) for one in range(3)]
     found = []
     for step in (1, 4):
-        setting = MeasuredSetting(MethodSpec("csattention", "", methods()["csattention"](step=step)), Budget(0.1))
+        setting = MeasuredSetting(MethodSpec("csattention", "", CSAttention(step=step)), Budget(0.1))
         found.append(measure_layer(LayerRows(artifact, layer), [setting], asked)[setting].means()["recall"].tolist())
     assert found[0] == found[1]
 
