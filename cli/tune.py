@@ -21,6 +21,7 @@ from sparsekv.cli.common.options import (
     share,
 )
 from sparsekv.cli.common.tables import say_markup
+from sparsekv.cli.configuring.project_file import long_name
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, told_budget, tuned_table
 from sparsekv.formats.device import choose_device
@@ -255,8 +256,9 @@ def _advice(options: TuneOptions, artifact: Artifact, search: Search, *, kept: b
 
 
 def _reset(options: TuneOptions, artifact: Artifact) -> None:
-    if options.targets or options.dry_run:
-        raise UsageError("--reset only removes the index's default; leave the target and --dry-run out")
+    others = [one for one in options.ctx.command.params if one.name not in ("index", "reset", "quiet")]
+    if unused := [f"--{long_name(one)}" for one in others if on_command_line(options.ctx, str(one.name))]:
+        raise UsageError(f"--reset only removes the index's default; leave {' and '.join(unused)} out")
     refuse_unwritable(artifact.folder, "get permission to write there")
     write_defaults(artifact.folder, artifact.manifest, None)
     had = "no default of its own now" if artifact.manifest.defaults else "no default of its own, as before"

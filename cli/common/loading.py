@@ -12,7 +12,7 @@ import transformers
 
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.process import resume_collector
-from sparsekv.cli.common.stats import stored_dtype, windows_line
+from sparsekv.cli.common.stats import counted_dtype, windows_line
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO, Manifest, Weights
@@ -153,7 +153,7 @@ class OpeningTimes:
             manifest: that of the index.
         """
         opening = time.perf_counter() - self._began - self._loading
-        note(f"{by}{', ' * bool(by)}keys and values in {stored_dtype(manifest)}", quiet=False)
+        note(f"{by}{', ' * bool(by)}keys and values in {counted_dtype(manifest)}", quiet=False)
         if windows := windows_line(manifest):
             note(windows, quiet=False)
         note(f"model loaded in {self._loading:.2f} s, index opened in {opening:.2f} s", quiet=False)

@@ -31,9 +31,11 @@ def stored_line(manifest: Manifest) -> str | None:
     return f"{line}, measured on an earlier text of {storage.measured_tokens:,} tokens."
 
 
-def stored_dtype(manifest: Manifest) -> str:
-    """Return the name of the dtype in which an index stores keys and values."""
-    return manifest.dtype if manifest.kv_storage is None else manifest.kv_storage.dtype
+def counted_dtype(manifest: Manifest) -> str:
+    """Return the name of the dtype in which a kv fraction counts keys and values, and the one in which they are stored,
+    if it is another."""
+    stored = "" if manifest.kv_storage is None else f" (stored in {manifest.kv_storage.dtype})"
+    return f"{manifest.dtype}{stored}"
 
 
 TOLD_FRACTION = 0.1

@@ -84,7 +84,7 @@ def _lines(axis: Axes, rows: list[Score]) -> None:
     axis.set_title(first.task if first.length is None else f"{first.task}, {first.length:,} tokens", fontsize="medium")
     axis.set_xlabel("keys and values read, as a share of dense attention's")
     axis.set_ylabel(f"{first.metric} {first.unit}".strip())
-    axis.set_xlim(0, 1.05)
+    axis.set_xlim(0, 1.05 * max([1.0, *map(_read, rows)]))
     in_percent(axis.xaxis)
     if first.unit == "%":
         axis.set_ylim(-2, 102)

@@ -11,8 +11,8 @@ from rich.table import Table
 from sparsekv.cli.common.console import say_csv, say_wrapped
 from sparsekv.cli.common.stats import (
     MORE_THAN_EVERYTHING,
+    counted_dtype,
     storage_record,
-    stored_dtype,
     stored_line,
     windows_line,
 )
@@ -50,16 +50,17 @@ ROUNDING = 1e-6
 def legend(rows: Sequence[RecallRow], manifest: Manifest) -> list[str]:
     """Return the lines to print below a table of these report rows. `manifest` is that of the index."""
     columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
-    fixed = [line.format(dtype=stored_dtype(manifest)) for line in LEGEND]
-    return [*fixed, *columns, *_odd(rows), *filter(None, [windows_line(manifest)])]
+    fixed = [line.format(dtype=counted_dtype(manifest)) for line in LEGEND]
+    return [*fixed, *columns, *_odd(rows, manifest.split.middle), *filter(None, [windows_line(manifest)])]
 
 
-def _odd(rows: Sequence[RecallRow]) -> list[str]:
-    """Return explanations of surprising values in the rows."""
+def _odd(rows: Sequence[RecallRow], middle: int) -> list[str]:
+    """Return explanations of surprising values in the rows of an index with `middle` tokens between sinks and tail."""
     bounds = [row for row in rows if methods()[row.method].is_bound]
     usable = [row for row in rows if row not in bounds]
     all_keys = [row for row in usable if methods()[row.method].reads_all_keys]
-    sharing = [row for row in usable if issubclass(methods()[row.method], LayerSharing)]
+    alone = [row for row in usable if row.together == 1]  # a budget is of one query
+    sharing = [row for row in alone if issubclass(methods()[row.method], LayerSharing)]
     found = {
         "the best tokens of each query, known in hindsight: an upper bound of recall, not a method to answer with.": (
             bounds
@@ -69,13 +70,13 @@ def _odd(rows: Sequence[RecallRow]) -> list[str]:
         ],
         "reads every key to choose, which is half of all there is: a kv fraction above 0.5.": all_keys,
         "ranks every key by exact attention, and so chooses what the oracle does.": [
-            row for row in all_keys if row.recall >= 1 - ROUNDING
+            row for row in all_keys if row.recall >= 1 - ROUNDING and row.selected_tokens < middle
         ],
         "selects more than the budget, as some of its layers attend to everything.": [
             row for row in sharing if row.selected_tokens > row.budget_tokens
         ],
         "selects more tokens than the budget allows.": [
-            row for row in usable if row not in sharing and row.selected_tokens > row.budget_tokens + 1
+            row for row in alone if row not in sharing and row.selected_tokens > row.budget_tokens + 1
         ],
     }
     return [f"{_names(of)}: {what}" for what, of in found.items() if of]
@@ -139,9 +140,9 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, man
         manifest: that of the reported index.
         answers: the result of `answers_line`.
     """
-    rows, best = report.by(*groups), report.best_within(within)
+    rows = report.by(*groups)
     show_fitting(report_table(report, groups), LESSER)
-    lines = [*legend(rows, manifest), best_line(best, within, shared=any(row.together > 1 for row in rows))]
+    lines = [*legend(rows, manifest), best_line(report, within)]
     if most := [row for row in rows if row.kv_fraction > 1]:
         named = dict.fromkeys(row.name for row in most)
         lines.append(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
@@ -184,15 +185,20 @@ def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
         return []
 
 
-def best_line(best: RecallRow | None, within: float, *, shared: bool) -> str:
-    """Return a sentence about `best`, the row of least error at a kv fraction up to `within`. If it is None, the
-    sentence says that no row reads so little. `shared`: some rows are of several queries together."""
+def best_line(report: RecallReport, within: float) -> str:
+    """Return a sentence about the row of least error at a kv fraction up to `within`.
+
+    If there is none, the sentence says that no row reads so little, or that no query was measured alone.
+    """
+    best, numbers = report.best_within(within), {row.together for row in report.rows}
+    if 1 not in numbers:
+        return f"--within {within:g} names a method for queries alone; add 1 to --together to measure them."
     if best is None:
         return f"Nothing here reads as little as {within:g} (--within) of the document's keys and values."
+    together = f", {best.together} together" if len(numbers) > 1 else ""
     return (
         f"Lowest error at a kv fraction up to {within:g}: {best.method} {best.variant}".rstrip()
-        + f" at {Budget(best.budget)}{f', {best.together} together' if shared else ''}, error {best.output_error:.4f}, "
-        f"recall {best.recall:.3f}."
+        + f" at {Budget(best.budget)}{together}, error {best.output_error:.4f}, recall {best.recall:.3f}."
     )
 
 

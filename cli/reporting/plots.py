@@ -1,5 +1,6 @@
 """Plot a recall report: error and recall against the KV fraction, and recall by layer and head."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,9 @@ def plot_recall(report: RecallReport, path: Path) -> None:
         SparsekvError: the picture cannot be written.
     """
     figure, axes = plt.subplots(1, 3, figsize=SLIDE, layout="constrained", width_ratios=(1, 1, 0.32))
-    axes[0].set_yscale("log")
+    _scale_errors(axes[0], [row.output_error for row in report.by()])
     _lines(axes[0], report, "output_error", "relative error of the attention output (less is better)")
     _lines(axes[1], report, "recall", "recall of the oracle's tokens (more is better)")
-    in_percent(axes[0].yaxis, logarithmic=True)
     in_percent(axes[1].yaxis)
     _heat_map(figure, axes[2], report)
     figure.suptitle(f"{report.model} on {Path(report.index).name}: {report.n_middle:,} indexed tokens", fontsize=16)
@@ -65,6 +65,21 @@ def _front(axis: Axes, rows: list[RecallRow]) -> None:
     x, y = [row.kv_fraction for row in front], [row.output_error for row in front]
     axis.plot(x, y, color="gold", alpha=0.5, linewidth=9, solid_capstyle="round", label="Pareto front")
     axis.legend(loc="lower left", frameon=False)
+
+
+def _scale_errors(axis: Axes, errors: list[float]) -> None:
+    """Make y logarithmic. If there are errors of 0, y is linear from 0 to the least error above 0."""
+    if all(errors):
+        axis.set_yscale("log")
+        return in_percent(axis.yaxis, logarithmic=True)
+    least = min(filter(None, errors), default=1.0)
+    powers = range(math.floor(math.log10(least)), 1)
+    ticks = [times * 10.0**power for power in powers for times in (1, 2, 5)]
+    axis.set_yscale("symlog", linthresh=least, linscale=0.15)
+    axis.set_ylim(0, 1.3 * max(least, *errors))
+    axis.yaxis.set_major_locator(FixedLocator([0.0, *(tick for tick in ticks if tick >= least)]))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
 
 
 def _scale_reads(axis: Axes) -> None:

@@ -77,7 +77,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        return f"{Path(self.model).stem}-{self.length}-{self.seed}-{self.task}{TURNS * self.turns}"
+        return f"{name_of(self.model)}-{self.length}-{self.seed}-{self.task}{TURNS * self.turns}"
 
     def line(self, text: Path) -> str:
         """Return the command as a line for a shell."""
@@ -95,13 +95,20 @@ class Command:
         return list(map(str, ["eval", text, "--model", self.model, "--task", self.task, *drawn, *ways, *scaled, *kept]))
 
 
+def name_of(model: str) -> str:
+    """Return the last part of a model's id or path, without the ending of a GGUF file."""
+    return re.sub(r"\.gguf$", "", Path(model).name, flags=re.IGNORECASE)
+
+
 def commands(
     models: Sequence[str], lengths: Sequence[int], tasks: Sequence[str], groups: int, dtype: str, *, turns: bool
 ) -> Iterator[Command]:
     """Yield the commands of each model and length, shortest lengths first, so that stopped runs end with whole tables.
 
-    A length that takes more than FURTHEST times a model's positions is left out.
+    A length that takes more than FURTHEST times a model's positions is left out. Exits if two models have one name.
     """
+    if len(set(map(name_of, models))) < len(set(models)):
+        raise SystemExit(f"two of {', '.join(models)} have one name, and so one file of answers; measure one of them")
     positions = {name: positions_of(load_description(name, None, lambda line: None)[0]) for name in models}
     for length, model in product(sorted(lengths), models):
         factor = math.ceil((length + ROOM) / (positions[model] or math.inf))
@@ -120,8 +127,12 @@ class Measurement:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, wanted: Sequence[Command]) -> int:
-        """Run the commands that have not ended yet; return the number of those that are left."""
-        left = [one for one in wanted if not self._answers(one).exists()]
+        """Run the commands that have not ended yet; return the number of those that are left.
+
+        A command of the same name that had another model, text or option is another command.
+        """
+        known = last_commands(self.folder)
+        left = [one for one in wanted if known.get(one.name) != one.line(self.text) or not self._answers(one).exists()]
         with ThreadPoolExecutor(self.workers) as workers:
             ended = list(workers.map(self._run, left))
         return ended.count(False)
@@ -156,6 +167,15 @@ class Measurement:
 
 COMMANDS = "commands.txt"
 """Names of files of answers, each with the command that wrote it."""
+
+
+def last_commands(folder: Path) -> dict[str, str]:
+    """Return the last command that wrote each file of answers, by the file's name without ending."""
+    file = folder / COMMANDS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return dict(line.split("\t", 1) for line in lines)
+
+
 Answers = list[dict[str, Any]]
 NAME = re.compile(r"(.+)-(\d+)-(\d+)-([a-z][a-z0-9-]*)")
 """Model, length, seed and task in a file's name."""
@@ -308,8 +328,7 @@ def _turns(answers: Answers) -> list[str]:
 
 def _commands(folder: Path, beginning: str, *, turns: bool) -> list[str]:
     """Return the command of the first file of answers whose name begins so, and the seeds and tasks of the others."""
-    lines = (folder / COMMANDS).read_text(encoding="utf-8").splitlines()
-    named = sorted(line.split("\t") for line in lines if line.startswith(beginning))
+    named = [one for one in sorted(last_commands(folder).items()) if one[0].startswith(beginning)]
     named = [one for one in named if one[0].endswith(TURNS) == turns]
     others = ", ".join(name.removeprefix(beginning) for name, _ in named[1:])
     more = f"The other files of answers (seed and task): {others}." if others else ""

@@ -89,6 +89,15 @@ KV_FIELDS = (
     "moe_router_logit_softcapping",
     "router_jitter_noise",
 )
+LOGIT_FIELDS = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "dim_model_base",
+)
+"""Config fields that change logits, but neither keys, values nor attention, in the same families."""
 SAMPLES_PER_TENSOR = 256
 ORIGINAL = "the checkpoint's"
 """Name of unrounded weights in messages."""

@@ -85,14 +85,19 @@ class Streamer(TextStreamer):
 
 
 def ending_tokens(index: OpenIndex) -> set[int]:
-    """Return the ids of the EOS tokens, which end an answer: those of the model's `generation_config`.
+    """Return the ids of the EOS tokens, which end an answer over an index."""
+    return eos_tokens(index.model, index.tokenizer, chat=index.artifact.manifest.prompt.chat is not None)
 
-    If the index has a chat frame, the chat template's end-of-turn token is an EOS token too. Without this token the
-    model would continue with invented turns.
+
+def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
+    """Return the ids of the EOS tokens: those of the model's `generation_config`.
+
+    In a chat, the chat template's end-of-turn token is an EOS token too. Without this token the model would continue
+    with invented turns.
     """
-    ends = index.model.generation_config.eos_token_id
+    ends = model.generation_config.eos_token_id
     found = {ends} if isinstance(ends, int) else set(ends or ())
-    if index.artifact.manifest.prompt.chat is None or (end := end_of_turn(index.tokenizer)) is None:
+    if not chat or (end := end_of_turn(tokenizer)) is None:
         return found
     return found | {end}
 

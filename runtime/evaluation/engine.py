@@ -21,6 +21,7 @@ from sparsekv.formats.documents.continuation import BETWEEN, encode_question
 from sparsekv.formats.documents.plain_text import Trusted
 from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt, next_turn
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.identity import LOGIT_FIELDS
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import ChatFrame, ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.load import LoadedModel
@@ -28,7 +29,7 @@ from sparsekv.formats.models.rope import positions_after, positions_of, stretch_
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import divides_questions
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.answer import known_ids
+from sparsekv.runtime.decoding.answer import eos_tokens, known_ids
 from sparsekv.runtime.decoding.engine import (
     Engine,
     PrefilledQuestion,
@@ -443,6 +444,7 @@ class _Asking:
             "model": [model.config_hash, model.weights_hash, model.adapter, model.quantisation],
             **({} if model.weights is None else {"weights": model.weights}),
             "tokenizer": tokenizer.tokenizer_hash,
+            **self._ends_and_logits(question),
             "loaded": [str(comparison.loaded.model.dtype), comparison.loaded.model.device.type],
             "prompt": self._prompt_hash,
             **comparison.builder.decides(self.prefill),
@@ -456,6 +458,21 @@ class _Asking:
             "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},
             **comparison.builder.sample_of(way.method),
         } | ({"together": [comparison.together, self._beside]} if self._shares(question, method) else {})
+
+    def _ends_and_logits(self, question: Question) -> dict[str, Any]:
+        """Return the model's settings that an index does not depend on, as a part of the answer's key.
+
+        These are the ids of the EOS tokens, for a generated answer, and the fields of LOGIT_FIELDS that the config has.
+        """
+        config = self.comparison.loaded.model.config.get_text_config()
+        logits = {name: value for name in LOGIT_FIELDS if (value := getattr(config, name, None)) is not None}
+        ends = {} if METRICS[question.metric].continuation else {"ends": self._ends}
+        return ends | ({"logits": logits} if logits else {})
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        loaded = self.comparison.loaded
+        return sorted(eos_tokens(loaded.model, loaded.tokenizer, chat=self.prompt.chat is not None))
 
     @cached_property
     def _beside(self) -> str:
@@ -480,7 +497,10 @@ class _Asking:
         if isinstance(question, Own) or not sparse:
             return None
         # A stored answer's key has a budget for the question, even if the question attends densely.
-        asked = asdict(question) if isinstance(question, QuestionPrefill) else DENSELY
+        asked: dict[str, Any] = {**DENSELY}
+        if isinstance(question, QuestionPrefill):
+            code = code_of(type(question.method))
+            asked = asdict(question) | ({} if code is None else {"code": code})
         return asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
 
     def _folder(self) -> Path:

@@ -64,6 +64,9 @@ class Inputs:
             raise UsageError("--data and --format belong together: give both")
         if data is not None and (tasks or depths or pairs):
             raise UsageError("the file of --data has its own tasks: leave out --task, --depth and --pairs")
+        if data is not None and len(set(lengths)) > 1:
+            told = " ".join(f"--length {length}" for length in lengths)
+            raise UsageError(f"{told}: the documents of --data are cut to one length; give one, and run eval for each")
         shares = tuple(depth / 100 for depth in depths)
         request = Request("", len, min(lengths, default=1), contexts, questions, shares, seed)
         chosen = list(dict.fromkeys(tasks or (PAIRS_TASKS if pairs is not None else DEFAULT_TASKS)))
@@ -171,7 +174,7 @@ def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Con
 
 
 def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
-    """Cut out a context's middle if the context exceeds the smallest of `lengths` or does not fit the model.
+    """Cut out a context's middle if the context exceeds the requested length or does not fit the model.
 
     Raises:
         UsageError: the cut would remove the answer to a question. Also raises the errors of `question_ids`.
@@ -191,9 +194,9 @@ def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
 
 
 def _is_cut_out(question: Question, context: Context, short: Context) -> bool:
-    """Whether the cut removed at least a part of the answer at the answer's only known position."""
+    """Whether the cut removed a part of the needle, or of the answer, at its only known position."""
     if question.depth is None or short.text == context.text:
         return False
     first, half = round(question.depth * len(context.text)), len(short.text) // 2
-    last = first + max(map(len, question.answers))
+    last = first + (len(question.needle) or max(map(len, question.answers)))
     return last > half and first < len(context.text) - half

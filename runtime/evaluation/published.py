@@ -514,6 +514,7 @@ def _niah(record: Record, line: Line) -> Context:
         metric="match-part" if exact else "f1",
         max_new_tokens=64,
         depth=text.index(needle) / len(text),
+        needle=needle,
     )
     return Context("niah", _name(record, "index", line), text, (question,))
 

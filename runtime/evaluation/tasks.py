@@ -28,6 +28,7 @@ class Question:
         depth: position of the answer, or of its needle, as a share of the document's characters; None if there is no
             single or no known position.
         classes: labels of a classification.
+        needle: the sentence at `depth` that has the answer; empty if the answer itself is at `depth`.
         earlier: in a conversation, the questions of the turns before this one.
     """
 
@@ -38,6 +39,7 @@ class Question:
     prefix: str = ""
     depth: float | None = None
     classes: tuple[str, ...] = ()
+    needle: str = ""
     earlier: tuple["Question", ...] = ()
 
 

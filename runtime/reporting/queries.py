@@ -109,10 +109,13 @@ class MeasuredQueries:
     Args:
         given: for each layer, the blocks of the questions' queries, such as one block for each question; None: measure
             on the held-out queries of the tail.
+        apart: whether each query of a block is of another question. Otherwise a block's queries are consecutive.
     """
 
-    def __init__(self, artifact: Artifact, given: Mapping[int, Sequence[QueryBlock]] | None = None):
-        self.artifact, self._given = artifact, given
+    def __init__(
+        self, artifact: Artifact, given: Mapping[int, Sequence[QueryBlock]] | None = None, *, apart: bool = False
+    ):
+        self.artifact, self._given, self.apart = artifact, given, apart
 
     def blocks(self, layer: int) -> Sequence[QueryBlock]:
         return [tail_block(self.artifact, layer)] if self._given is None else self._given[layer]

@@ -34,7 +34,7 @@ def question_queries(
         for question in asked:
             recorder.record(question)
     blocks = {layer: [_joined(each)] if last else each for layer, each in recorder.blocks.items()}
-    return MeasuredQueries(index.artifact, blocks or None)
+    return MeasuredQueries(index.artifact, blocks or None, apart=last and bool(blocks))
 
 
 def _same_end(questions: Sequence[torch.Tensor]) -> int:

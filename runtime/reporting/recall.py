@@ -79,6 +79,7 @@ class Truth:
         probability: [Hk, Q, M], attention probability of the middle's tokens, mean over the G query heads of a KV head.
         output: [Hk, G, Q, D], output of dense attention.
         values: [Hk, M, D], values of the middle.
+        begins: whether the queries are the first of their block.
         oracles: cache of the results of `oracle`, by number of tokens.
     """
 
@@ -90,6 +91,7 @@ class Truth:
     output: torch.Tensor
     values: torch.Tensor
     facts: LayerFacts
+    begins: bool
     oracles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def oracle(self, tokens: int) -> torch.Tensor:
@@ -113,10 +115,10 @@ def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, 
         step = max(1, LOGITS_AT_ONCE // (Hq * tokens) // together) * together
         edges = [*range(0, max(min(1, queries), queries - together + 1), step), queries]
         for start, stop in pairwise(edges):
-            yield _truth(rows, block.part(slice(start, stop), device), next(batches))
+            yield _truth(rows, block.part(slice(start, stop), device), next(batches), begins=start == 0)
 
 
-def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
+def _truth(rows: LayerRows, block: QueryBlock, batch: int, *, begins: bool) -> Truth:
     manifest = rows.artifact.manifest
     facts, split = manifest.attending[rows.layer], manifest.split
     keys, values = rows.on(block.queries.device)
@@ -142,7 +144,8 @@ def _truth(rows: LayerRows, block: QueryBlock, batch: int) -> Truth:
     output = weighted(probability, values[:, middle]) + exact_output * beside
     positions = middle.stop - 1 + block.visible
     queries = Queries(grouped, lambda: positions, lambda: exact_lse, joint=False, batch=batch)
-    return Truth(queries, logits, exact_lse, exact_output, probability.mean(1), output, values[:, middle], facts)
+    mean, of_middle = probability.mean(1), values[:, middle]
+    return Truth(queries, logits, exact_lse, exact_output, mean, output, of_middle, facts, begins)
 
 
 def joint_softmax(parts: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -198,6 +201,9 @@ def measure_layer(
         selectors[form] = prepared.selector
     results = {one: Measures() for one in measured}
     for truth in truths(rows, blocks, device, max((one.together for one in measured), default=1)):
+        for selector in selectors.values() if truth.begins else ():
+            if (state := selector.conversation) is not None:
+                state.forget()
         for one in measured:
             _measure(one, selectors[one.form], truth, results[one])
     return results

@@ -68,7 +68,7 @@ class RecallRow:
         missed_mass: dense attention's weight on the tokens between sinks and tail that were not selected, from 0 to 1.
         missed_estimate: estimated missed mass; None without centroids of the unselected tokens.
         recall_seen: recall on the queries of `seen_block`, from which the index was built. None if the index stores no
-            queries, or if the method does not learn from them.
+            queries, if the method does not learn from them, or if they are fewer than `together`.
         list_coverage: share of the oracle's tokens that are in the posting lists read; None without posting lists.
         raised: share of a head's queries over the guard's limit at the first budget; None without a guard.
         dense: share of a head's queries to which the guard gave dense attention; None without a guard.
@@ -195,7 +195,7 @@ def recall_report(
     compared = [
         form for name in names for form in forms(artifact, name, (configured or {}).get(name), residual=residual)
     ]
-    measured = _together(_measured(compared, budgets, guard), together, note)
+    measured = _together(_measured(compared, budgets, guard), together, note, apart=queries.apart)
     layers = manifest.indexed_layers
     rows: list[RecallRow] = []
     states: SharedStates = {}
@@ -257,27 +257,31 @@ def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | 
 
 
 def _together(
-    settings: Sequence[MeasuredSetting], together: Sequence[int], note: Callable[[str], None]
+    settings: Sequence[MeasuredSetting], together: Sequence[int], note: Callable[[str], None], *, apart: bool
 ) -> list[MeasuredSetting]:
     """Return the settings for each number of queries together.
 
-    Settings whose queries cannot share a selection are left out for numbers above 1. Then `note` is called with a line
-    that names them. Raises UsageError with this line if no setting remains.
+    Settings whose queries cannot share a selection are left out for numbers above 1. If the queries are of different
+    questions (`apart`), settings whose steps reuse a selection are left out for 1 too. Then `note` is called with a
+    line that names them. Raises UsageError with this line if no setting remains.
     """
     several = [number for number in together if number > 1]
-    alone = dict.fromkeys(one.form.title for one in settings if one.guard or not one.form.method.can_unite())
+    reusing = dict.fromkeys(one.form.title for one in settings if one.form.method.cycle() > 1)
+    alone = dict.fromkeys(one.form.title for one in settings if one.guard or not one.form.method.can_unite()) | reusing
     measured = [
         replace(one, together=number)
         for one in settings
         for number in together
-        if number == 1 or one.form.title not in alone
+        if one.form.title not in alone or (number == 1 and not (apart and one.form.title in reusing))
     ]
     if several and alone:
         line = (
-            f"--together {','.join(map(str, several))} leaves out {', '.join(alone)}: a guard, or what represents "
-            "unselected tokens, holds for one query only"
+            f"--together {','.join(map(str, several))} leaves out {', '.join(alone)}: a guard, a selection for several "
+            "steps, or what represents unselected tokens, holds for one query only"
         )
-        if 1 not in together:
+        if apart and reusing:
+            line += f"; leave --together out to measure {', '.join(reusing)}"
+        elif 1 not in together:
             line += "; add 1 to --together to measure queries alone"
         if not measured:
             raise UsageError(line)
@@ -288,11 +292,15 @@ def _together(
 def _recall_seen(
     rows: LayerRows, measured: list[MeasuredSetting], device: torch.device
 ) -> dict[MeasuredSetting, torch.Tensor]:
-    """Return the recall [Hk] of methods that learn from queries, on the queries of `seen_block`."""
+    """Return the recall [Hk] of methods that learn from queries, on the queries of `seen_block`.
+
+    Settings of more queries together than this block has are left out.
+    """
     learned = [one for one in measured if one.form.method.learns_queries]
     block = seen_block(rows.artifact, rows.layer) if learned else None
     if block is None:
         return {}
+    learned = [one for one in learned if one.together <= block.queries.shape[1]]
     found = measure_layer(rows, learned, [block], device=device)
     return {one: measures.means()["recall"] for one, measures in found.items()}
 

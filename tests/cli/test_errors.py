@@ -127,6 +127,11 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
             ("--task vt needs a text: ", "or give --data FILE with --format"),
         ),
         (("eval", "--data", "x.jsonl"), 2, ("--data and --format belong together",)),
+        (
+            ("eval", "--data", "x.jsonl", "--format", "niah", "--length", "500", "--length", "900"),
+            2,
+            ("--length 500 --length 900: the documents of --data are cut to one length",),
+        ),
         (("eval", "--data", "none.jsonl", "--format", "ruler"), 2, ("none.jsonl", "no such file")),
         (("eval", "--data", "doc.txt", "--format", "ruler"), 2, ("doc.txt, line 1", "JSON object")),
         (("eval", "--data", "doc.txt", "--format", "squad"), 2, ("--format squad", "longbench")),

@@ -71,6 +71,12 @@ def test_the_legend_explains_odd_rows_where_they_are_there_alone(place: Path) ->
         assert ("quoka" in said) == (name in ("quoka", "sampleattention")), legend
 
 
+def test_a_budget_of_everything_makes_no_method_rank_by_exact_attention(place: Path) -> None:
+    legend = run_here("recall-report", "--method", "quoka", "--budget", "100%", "-q").stdout.partition("*: on the")[2]
+    assert "reads every key to choose" in legend
+    assert "chooses what the oracle does" not in legend
+
+
 def test_all_methods_are_drawn_on_a_slide(place: Path) -> None:
     outcome = run_here("recall-report", "--budget", "5%", "--budget", "10%", "--plot", "all.png", "-q")
     assert outcome.code == 0, outcome.stderr

@@ -13,7 +13,12 @@ QUESTIONS = ("What is 3 times 3?", "Why?", "Which line says that 7 times 7 is 49
 
 def rows(*options: str) -> dict[int, dict[str, float]]:
     """By the number of queries together."""
-    outcome = run_here(*REPORT, *options, "--json")
+    return rows_of(*REPORT, *options)
+
+
+def rows_of(*command: str) -> dict[int, dict[str, float]]:
+    """Those that a report prints as JSON, by the number of queries together."""
+    outcome = run_here(*command, "--json")
     assert outcome.code == 0, outcome.stderr
     return {row["together"]: row for row in json.loads(outcome.stdout)["rows"]}
 
@@ -28,6 +33,15 @@ def test_the_more_share_a_choice_the_less_each_loses(place: Path, queries: tuple
         assert more["attention_mass"] > fewer["attention_mass"]
 
 
+def test_rows_of_several_queries_are_not_judged_as_those_of_one(place: Path) -> None:
+    """Of several, no method is the best of one query, and the budget is that of each."""
+    told = run_here(*REPORT, "--method", "window", "--together", "4").stdout
+    assert "--within 0.12 names a method for queries alone; add 1 to --together" in told
+    assert "Nothing here reads as little" not in told
+    assert "selects more tokens than the budget allows" not in told
+    assert "Lowest error at a kv fraction up to 0.12: " in run_here(*REPORT, "--method", "window").stdout
+
+
 def test_no_more_than_there_are_questions(place: Path) -> None:
     Path("questions.txt").write_text("\n".join(QUESTIONS) + "\n")
     refused = run_here(*REPORT, "--queries", "questions.txt", "--model", "model", "--together", "5")
@@ -36,7 +50,7 @@ def test_no_more_than_there_are_questions(place: Path) -> None:
 
 
 GUARDED = ("recall-report", "--index", "doc.skv", "--method", "multipole", "--budget", "5%", "--guard", "1%")
-ALONE = "a guard, or what represents unselected tokens, holds for one query only"
+ALONE = "a guard, a selection for several steps, or what represents unselected tokens, holds for one query only"
 
 
 def test_variants_that_queries_cannot_share_are_named(place: Path) -> None:
@@ -49,6 +63,30 @@ def test_variants_that_queries_cannot_share_are_named(place: Path) -> None:
     told = run_here(*GUARDED, "--lookup", "flat", "--together", "1,2")
     assert f"--together 2 leaves out multipole lookup=flat + guard: {ALONE}\n" in told.stderr
     assert run_here(*GUARDED, "--lookup", "flat", "--together", "1").stderr.count("leaves out") == 0
+
+
+def test_no_query_takes_the_selection_of_another_question(place: Path) -> None:
+    """With --step 2, a question's second step reuses the selection of its first, and nothing can be shared."""
+    assert run_here("build-index", "doc.skv", "--method", "csattention", "--model", "model", "-q").code == 0
+    Path("questions.txt").write_text("\n".join(QUESTIONS) + "\n")
+    searching = (
+        "recall-report",
+        "--index",
+        "doc.skv",
+        "--method",
+        "csattention",
+        "--step",
+        "2",
+        "--budget",
+        "5%",
+        "-q",
+    )
+    assert set(rows_of(*searching, "--together", "1,2")) == {1}
+    questions = ("--queries", "questions.txt", "--model", "model")
+    refused = run_here(*searching, *questions, "--together", "1,2")
+    assert refused.code == 2
+    assert f"{ALONE}; leave --together out to measure csattention" in refused.error()
+    assert set(rows_of(*searching, *questions)) == {1}
 
 
 def test_a_number_together_that_leaves_nothing_to_measure_is_refused(place: Path) -> None:

@@ -159,7 +159,10 @@ def test_a_default_is_taken_away_again(place: Path) -> None:
     outcome = run_here("tune", "--reset")
     assert (outcome.code, outcome.stderr) == (0, "doc.skv has no default of its own now\n")
     assert read_manifest(place / "doc.skv").defaults is None
-    assert "--reset only removes the index's default" in run_here("tune", "--reset", "--dry-run").error()
+    for option in (["--dry-run"], ["--target-recall", "0.9"], ["--method", "quest"], ["--of", "5%"], ["--json"]):
+        refused = run_here("tune", "--reset", *option)
+        assert refused.code == 2
+        assert f"--reset only removes the index's default; leave {option[0]} out" in refused.error()
 
 
 @pytest.mark.parametrize("options", [("--method", "quest"), ("--budget", "20%"), ("--lookup", "flat"), ("--residual",)])

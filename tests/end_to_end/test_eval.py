@@ -327,6 +327,7 @@ def test_a_needle_is_not_cut_out(place: Path, tmp_path: Path) -> None:
     """No method could find it, and a figure would say that all of them had lost it."""
     needle = {"needle": "Eat a sandwich.", "retrieval_question": "What to eat?"}
     records = [needle | {"context": DOCUMENT[:at] + " Eat a sandwich. " + DOCUMENT[at:40_000]} for at in (100, 195)]
+    records.append(records[1] | {"answer": "E"})  # the cut is behind the beginning of the needle
     commands = []
     for number, record in enumerate(records):
         path = tmp_path / f"{number}.jsonl"
@@ -336,10 +337,11 @@ def test_a_needle_is_not_cut_out(place: Path, tmp_path: Path) -> None:
             ("eval", *given, "--method", "quest", "--length", "400", "--max-new-tokens", "4", "--json", "-q")
         )
     assert {row["questions"] for row in _rows(_run(*commands[0]))} == {1}
-    refused = run_here(*commands[1])
-    assert refused.code == 2
-    assert "which removes the answer to its question" in refused.stderr
-    assert "give --length" in refused.stderr
+    for command in commands[1:]:
+        refused = run_here(*command)
+        assert refused.code == 2
+        assert "which removes the answer to its question" in refused.stderr
+        assert "give --length" in refused.stderr
 
 
 def test_a_kept_index_is_not_used_with_other_sinks(place: Path, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ function maps() {
 }
 
 function bestText() {
-  const { best, within } = report;
+  const { best, within, rows } = report;
+  if (rows.every((row) => row.together > 1)) return "Each row is of several queries together, so no method is named for one query; add 1 to --together.";
   if (!best) return `Nothing here reads as little as ${plain(within)} of the document's keys and values.`;
   return `Lowest error at a kv fraction up to ${plain(within)}: ${nameOf(best)} at ${report.budgets.best}, output error ${four(best.output_error)}, recall ${three(best.recall)}.`;
 }

@@ -1,5 +1,6 @@
 """`generate --stats` names time that an answer took once, and the dtype and layers of the kv fraction."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -50,3 +51,14 @@ def test_what_a_kv_fraction_is_of_is_told(place: Path) -> None:
         told = " ".join((done.stdout + done.stderr).split())
         assert "the 2 layers that attend to the whole document. The other 2 layers" in told
         assert f"a kv fraction of 0.1 is one of {over_all:.2f}." in told
+
+
+def test_a_kv_fraction_over_int8_rows_is_counted_in_the_dtype_of_the_index(place: Path) -> None:
+    """In which codes and lists are a smaller share than beside int8 rows."""
+    assert run_here("convert", "doc.skv", "-o", "int8.skv", "-q").code == 0
+    report = ("recall-report", "--method", "squeezed", "--budget", "10%")
+    exact, rounded = (json.loads(run_here(*report, "-i", one, "--json").stdout) for one in ("doc.skv", "int8.skv"))
+    assert rounded["rows"][0]["kv_fraction"] == pytest.approx(exact["rows"][0]["kv_fraction"], rel=0.1)
+    told = "keys and values in float32 (stored in int8)"
+    assert told in " ".join(run_here(*report, "-i", "int8.skv").stdout.split())
+    assert told in run_here("generate", "Why?", "--max-new-tokens", "2", "--stats", "-i", "int8.skv").stderr

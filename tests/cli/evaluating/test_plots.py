@@ -74,6 +74,13 @@ def test_scores_of_single_turns_are_not_drawn(draw: Callable[[list[Score]], Any]
     assert list(handles[1][0].get_ydata()) == [80.0, 85.0]
 
 
+def test_a_method_that_reads_more_than_dense_attention_is_drawn(draw: Callable[[list[Score]], Any]) -> None:
+    """A method that ranks every key reads half of them again at a budget of everything."""
+    axis = draw([*ROWS[:3], _row("dense", "quoka", 1.0, 90.0, 1.5)]).axes[0]
+    assert axis.get_xlim()[0] == 0
+    assert axis.get_xlim()[1] > 1.5
+
+
 def test_methods_of_two_packages_and_codes_have_three_colours(
     draw: Callable[[list[Score]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """An evaluation prefills a question once, and every variant answers as over a cache of its own."""
 
+import importlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import Builder
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import prefills
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.decoding.sampling import Sampling
@@ -101,6 +102,47 @@ def test_a_resumed_run_prefills_only_the_questions_that_are_left(loaded: LoadedM
     results, passes = _prefilled(_comparison(loaded, ("quest",)), CONTEXT, tmp_path)
     assert passes == [0, 0, 1]
     assert len(results) == len(TEXTS) * (1 + len(BUDGETS))
+
+
+def test_answers_are_asked_again_if_other_tokens_end_them(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corrected `generation_config.json` is none of an index's concern."""
+    comparison, answers = _comparison(loaded, ("quest",)), loaded.model.generation_config
+    before, _ = _prefilled(comparison, CONTEXT, tmp_path)
+    monkeypatch.setattr(answers, "eos_token_id", list(range(loaded.model.config.vocab_size)))
+    texts = [one.given.text for one in _prefilled(comparison, CONTEXT, tmp_path)[0]]
+    assert texts == [one.given.text for one in _prefilled(comparison, CONTEXT, tmp_path / "anew")[0]]
+    assert texts != [one.given.text for one in before]
+
+
+def test_answers_are_asked_again_after_an_edit_of_the_package_that_prefills_questions(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "asking_package.py"
+    file.write_text("from sparsekv.runtime.methods.quest import Quest\nclass Asking(Quest): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    method = importlib.import_module("asking_package").Asking
+    monkeypatch.setitem(methods.known, "asking", method)
+    asking = QuestionPrefill("asking", method(), Budget(0.1))
+    comparison = _comparison(loaded, ("quest",), question=asking)
+    for edited in (False, True):
+        file.write_text(file.read_text() + "# edited\n" * edited)
+        _prefilled(comparison, CONTEXT, tmp_path / "work")
+        answers = (tmp_path / "work" / "answers.jsonl").read_text().count("\n")
+        assert answers == len(TEXTS) * (1 + len(BUDGETS) * (1 + edited))
+
+
+def test_losses_are_measured_again_if_logits_are_scaled_otherwise(tmp_path: Path) -> None:
+    loaded = small_model("gemma2")
+    scored = Context("perplexity", "1", TEXT[:300], (Question("", (TEXT[300:400],), "perplexity", 8),), bare=True)
+    losses: list[list[float]] = []
+    for cap, work in ((30.0, tmp_path), (0.5, tmp_path), (0.5, tmp_path / "anew")):
+        loaded.model.config.final_logit_softcapping = cap
+        comparison = _comparison(loaded, (), keep=False)  # a kept index would not open
+        losses.append([one.score for one in evaluate(comparison, [scored], work, lambda stage, done, of: None)])
+    before, after, anew = losses
+    assert after == anew != before
 
 
 def test_only_as_many_tokens_of_questions_are_kept_as_the_limit_allows(

@@ -1,16 +1,21 @@
 """The recall report: every method, variant and budget, layer by layer, and averages over any of them."""
 
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean
 
 import pytest
-from support.small_index import build_small
+from support.small_index import INDEXERS, build_small
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.reader import CPU
+from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.methods.csattention import CSAttention
+from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
+from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
 from sparsekv.runtime.reporting.report import MEASURES, RecallReport, recall_report
-from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import choose_methods, methods
 
 BUDGETS = [Budget(0.05), Budget(60), Budget(1.0)]
@@ -57,6 +62,18 @@ def test_header_describes_what_was_measured(report: RecallReport, index: OpenInd
         "kv_storage": None,
     }
     assert {row.budget_tokens for row in report.rows} == {round(0.05 * split.middle), 60, split.middle}
+
+
+def test_a_question_of_one_token_selects_for_itself(tmp_path: Path) -> None:
+    """A search schedule reuses selections within a question only."""
+    artifact = build_small(tmp_path / "a.skv", methods={"csattention": INDEXERS["csattention"]}).artifact
+    layer = artifact.manifest.indexed_layers[0]
+    asked = [tail_block(artifact, layer).part(slice(one, one + 1), CPU) for one in range(3)]
+    found = []
+    for step in (1, 4):
+        setting = MeasuredSetting(MethodSpec("csattention", "", CSAttention(step=step)), Budget(0.1))
+        found.append(measure_layer(LayerRows(artifact, layer), [setting], asked)[setting].means()["recall"].tolist())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("names", [(), ("layer",), ("kv_head",), ("layer", "kv_head")], ids=str)

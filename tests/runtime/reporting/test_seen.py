@@ -46,6 +46,19 @@ def test_recall_is_higher_on_queries_that_were_seen(tmp_path: Path) -> None:
     assert all(row.recall_seen is row.list_coverage is None for row in report.by() if row.method == "squeezed")
 
 
+def test_fewer_queries_that_were_seen_do_not_stand_for_more_together(index: OpenIndex) -> None:
+    """Of more queries together, the union is larger, and so is recall."""
+    twice = {}
+    for layer in index.artifact.manifest.indexed_layers:
+        block = tail_block(index.artifact, layer)
+        queries, visible = torch.cat([block.queries] * 2, 1), torch.cat([block.visible] * 2)
+        twice[layer] = [replace(block, queries=queries, visible=visible)]
+    asked = MeasuredQueries(index.artifact, twice)
+    report = recall_report(index.artifact, ["csattention"], [Budget(0.1)], asked, together=(32, 33))
+    known = {row.together: row.recall_seen is not None for row in report.by()}
+    assert known == {32: True, 33: False}
+
+
 def test_coverage_is_of_the_lists_that_are_read(index: OpenIndex) -> None:
     tail, tensors = tail_block(index.artifact, 2), index.artifact.method_tensors("csattention", 2)
     Hk, middle = len(tensors["centroids"]), index.split.middle

@@ -1,0 +1,41 @@
+"""The script of the board of real models: answers are never those of another model or of another call."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.doc_pages import ROOT
+
+sys.path.insert(0, str(ROOT / "docs" / "benchmarks"))
+
+import real_models
+
+COMMAND = real_models.Command("org/Small-1.7B", 4096, 0, "vt", None, "auto", turns=False)
+TEXT = Path("help.txt")
+
+
+def test_models_of_one_version_have_names_of_their_own() -> None:
+    models = ("org/Small-1.5B", "org/Small-1.7B", "small-1.5b.Q4.gguf", "small-1.5b.Q8.GGUF")
+    assert [real_models.name_of(one) for one in models] == [
+        "Small-1.5B",
+        "Small-1.7B",
+        "small-1.5b.Q4",
+        "small-1.5b.Q8",
+    ]
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    with pytest.raises(SystemExit, match="have one name"):
+        next(real_models.commands(["a/Small", "b/Small"], [4096], ["vt"], 1, "auto", turns=False))
+
+
+def test_only_answers_of_the_same_call_have_ended(tmp_path: Path) -> None:
+    """No command runs, because the time is over."""
+    (tmp_path / f"{COMMAND.name}.jsonl").write_text("{}\n")
+    (tmp_path / real_models.COMMANDS).write_text(f"{COMMAND.name}\t{COMMAND.line(TEXT)}\n")
+    measured = real_models.Measurement(tmp_path, TEXT, 0, 1)
+    assert measured.run([COMMAND]) == 0
+    others = [replace(COMMAND, model="other/Small-1.7B"), replace(COMMAND, dtype="float16")]
+    assert [measured.run([one]) for one in others] == [1, 1]
+    assert real_models.Measurement(tmp_path, Path("other.txt"), 0, 1).run([COMMAND]) == 1
