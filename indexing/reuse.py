@@ -68,9 +68,10 @@ def plan_reuse(build: Build) -> ReusePlan:
     # If only queries are missing, they are computed from the rows of this prompt in the earlier index.
     needed = not has_samples or (earlier is not None and earlier.manifest.prompt.ids_sha256 != build.ids_sha256)
     prefix = shared_prefix(build, positions, missing) if needed else 0
-    if missing and prefix and build.plan.config.kv_dtype is not None:
-        # Rows that are computed after reused int8 rows differ a little from those of the earlier build. So this build
-        # writes all rows and states after the prefix, and its probe is computed over rows of one build.
+    if build.plan.config.kv_dtype is not None and (missing or facts is None):
+        # The channel scales of reused files may be those of an earlier prompt, and rows that are computed after reused
+        # int8 rows differ a little from those of the earlier build. So this build writes all rows and states after the
+        # prefix, and its probe is computed over rows of one build.
         missing = {name for name in recipes if (tokens := state_tokens(name)) is None or tokens > prefix}
     return ReusePlan(missing, facts, positions, sampled, has_samples, prefix)
 

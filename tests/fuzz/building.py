@@ -102,7 +102,17 @@ def edit(world: World, index: OpenIndex) -> None:
     same_as_fresh(world, folder, plan, methods=True)
     if not plan.config.prefill.exact:
         _with_other_sinks(world, folder, with_changes(plan, force=False), random)
+    elif random.random() < 0.3:
+        _without_a_file(world, folder, with_changes(plan, force=False), random)
     world.open("index.skv")
+
+
+def _without_a_file(world: World, folder: Path, plan: BuildPlan, random: Random) -> None:
+    """A file that is gone is made again, and fits the files that stay."""
+    files = Artifact(folder).manifest.files
+    (folder / files[random.choice(sorted(files))].path).unlink()
+    build_index(plan, folder)
+    same_as_fresh(world, folder, plan, methods=True, fresh=world.folder / "fresh.skv")
 
 
 def _with_other_sinks(world: World, folder: Path, plan: BuildPlan, random: Random) -> None:
