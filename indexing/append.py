@@ -278,8 +278,9 @@ def growing_plan(
         config=config_of(
             manifest, stored_indexers(manifest), stored_prefill(manifest), chunk_size_after(artifact, chunk_size)
         ),
-        growth=Growth(manifest.uuid, online, addition_record(addition)),
+        growth=Growth(online, addition_record(addition)),
         file_history=manifest.file_history,
+        base=manifest.uuid,
     )
 
 
@@ -381,4 +382,5 @@ def adding_plan(
         ),
         config=config_of(manifest, methods, stored_prefill(manifest), chunk_size_after(artifact, chunk_size)),
         file_history=manifest.file_history,
+        base=manifest.uuid,
     )

@@ -37,7 +37,7 @@ def grow(world: World, index: OpenIndex) -> None:
         plan = growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
         build_index(plan, folder)
     # the methods that took the tokens in have what they had before; rows and queries are of all tokens
-    same_as_fresh(world, folder, with_changes(plan, growth=None), methods=False)
+    same_as_fresh(world, folder, with_changes(plan, growth=None, base=None), methods=False)
     grown = world.open("index.skv")
     Checks(world, grown).after_growth()
 
@@ -188,7 +188,7 @@ def same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool,
     where the rows that they are made of are the same bit for bit."""
     if fresh is None:
         fresh = world.folder / "fresh.skv"
-        build_index(with_changes(plan, growth=None, force=False), fresh)
+        build_index(with_changes(plan, force=False), fresh)
     most, in_8_bits = ROUNDING, plan.config.kv_dtype is not None
     if in_8_bits:
         most = 4 * IN_8_BITS
