@@ -64,7 +64,7 @@ FAULTS = (
     ),
     Fault(
         "int8 files of two builds are mixed",
-        Patch(SHARED, "is not None and (missing or facts is None):", "is not None and missing and prefix:"),
+        Patch(SHARED, "(missing or facts is None or len(sources) > 1):", "missing and prefix:"),
     ),
     Fault(
         "a sparse prefill goes on within a chunk",

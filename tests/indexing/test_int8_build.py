@@ -191,6 +191,23 @@ def test_a_damaged_file_is_made_again_with_the_rows_that_have_its_scales(tmp_pat
     assert _sums(Artifact(folder).manifest) == _sums(Artifact(tmp_path / "b.skv").manifest)
 
 
+@pytest.mark.parametrize("written", [1, 3])
+def test_files_of_an_interrupted_force_are_not_mixed_with_those_it_was_to_replace(tmp_path: Path, written: int) -> None:
+    """Their scales are not those of the index, which are those of a shorter text."""
+    folder, plan = tmp_path / "a.skv", _int8(tokens=500, text=TEXT[:250] + TEXT[5000:5250])
+    build_index(_int8(tokens=300), folder)
+    build_index(plan, folder)
+
+    def stop(stage: str, done: int, of: int) -> None:
+        if (stage, done) == ("write context", written):
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        build_index(with_changes(plan, force=True), folder, stop)
+    build_index(plan, folder)
+    reopen(plan, folder)
+
+
 def test_a_shared_prefix_ends_at_any_token(tmp_path: Path) -> None:
     """A shortened document's prefix ends where its tail begins."""
     build_index(_int8(tokens=600), tmp_path / "a.skv")
