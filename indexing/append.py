@@ -270,6 +270,7 @@ def growing_plan(
             text_sha256,
             addition.chat,
             manifest.prompt.special_tokens or addition.special_tokens,
+            cut=manifest.prompt.max_tokens,
             border=addition.border,
             files=manifest.prompt.files,
             files_behind=manifest.prompt.files_behind,
