@@ -270,6 +270,7 @@ def growing_plan(
             text_sha256,
             addition.chat,
             manifest.prompt.special_tokens or addition.special_tokens,
+            cut=manifest.prompt.max_tokens,
             border=addition.border,
             files=manifest.prompt.files,
             files_behind=manifest.prompt.files_behind,
@@ -278,8 +279,9 @@ def growing_plan(
         config=config_of(
             manifest, stored_indexers(manifest), stored_prefill(manifest), chunk_size_after(artifact, chunk_size)
         ),
-        growth=Growth(manifest.uuid, online, addition_record(addition)),
+        growth=Growth(online, addition_record(addition)),
         file_history=manifest.file_history,
+        base=manifest.uuid,
     )
 
 
@@ -381,4 +383,5 @@ def adding_plan(
         ),
         config=config_of(manifest, methods, stored_prefill(manifest), chunk_size_after(artifact, chunk_size)),
         file_history=manifest.file_history,
+        base=manifest.uuid,
     )

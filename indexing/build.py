@@ -16,6 +16,7 @@ from sparsekv.formats.index.context_rows import CENTROID_FORM, with_restored_cen
 from sparsekv.formats.index.schema import (
     FIRST_SCHEMA,
     SCHEMA_VERSION,
+    TOKENS,
     AdditionRecord,
     Manifest,
     MethodRecord,
@@ -117,10 +118,13 @@ class MethodStage:
         if base is None or writer.force or self.growth is not None:
             return {}
         here, kept = {path: file.sha256 for path, file in writer.files.items()}, {}
+        # Rows may stay the same although the split differs, such as with another --tail.
+        same_context = writer.record(TOKENS).recipe == base.files[TOKENS].recipe
         for name, record in base.methods.items():
             # Query samples that no named method needs are not in the build yet. They are reused with the kept method.
             samples = [path for path in record.built_from if path.startswith("samples/") and path not in here]
-            same = all(here.get(path) == sha256 for path, sha256 in record.built_from.items() if path not in samples)
+            built_from = {path: sha256 for path, sha256 in record.built_from.items() if path not in samples}
+            same = same_context and all(here.get(path) == sha256 for path, sha256 in built_from.items())
             paths = [*samples, *(path for path in base.files if path.startswith(f"{name}/"))]
             if name in named:
                 continue
@@ -129,8 +133,8 @@ class MethodStage:
             else:
                 again = add_methods_hint(writer.folder, [name])
                 tell(
-                    f"{name} is not kept, because the files that it was built from have changed or are damaged; "
-                    f"{again} builds it again"
+                    f"{name} is not kept, because the settings or the files that it was built from have changed, or "
+                    f"files are damaged; {again} builds it again"
                 )
         return kept
 

@@ -42,6 +42,7 @@ from sparsekv.indexing.context_files import ContextFacts, ContextFiles
 from sparsekv.indexing.plan import PREFILL, Build, EarlierIndex, tell_memory
 from sparsekv.indexing.reuse import ReusePlan, reused_rows, shared_tokens
 from sparsekv.indexing.sampling import prefix_queries, write_sample
+from sparsekv.kernels.common.given_rows import keys_of_one_token
 from sparsekv.kernels.common.states import State
 
 
@@ -243,13 +244,13 @@ class ContextStage:
         return begun
 
     def _taken(self, note: PrefillNote) -> BegunPrefill | None:
-        build, config = self.build, self.model.config.get_text_config()
-        like = torch.empty(
-            (config.num_key_value_heads, len(self.input_ids), self.plan.head_dim), dtype=self.model.dtype, device="meta"
-        )
+        build, device = self.build, self.model.device
         files = {layer: layer_file("context", layer) for layer in self.plan.kinds.attending}
-        tensors = {name: {"keys": like, "values": like} for name in files.values() if name in self.reuse.missing}
-        device = self.model.device
+        # A layer may attend to rows of other sizes than its model's config has, such as for latent attention.
+        keys = keys_of_one_token(self.model, self.input_ids[:1], 0)
+        shapes = {layer: rows[:, None].expand(-1, len(self.input_ids), -1).to("meta") for layer, rows in keys.items()}
+        missing = {layer: name for layer, name in files.items() if name in self.reuse.missing}
+        tensors = {name: {"keys": shapes[layer], "values": shapes[layer]} for layer, name in missing.items()}
         kept = self.writer.take_kept(note, tensors, build.context_recipe, device)
         if kept is None:
             return None

@@ -64,9 +64,9 @@ WAYS_OUT = "choose another folder with --output, or give --force to replace it"
 
 
 def refuse_what_is_lost(build: Build) -> None:
-    """Raise ArtifactError if the build would lose data without --force, or append to another index."""
-    growth, base = build.plan.growth, build.writer.base
-    if growth and (base is None or base.uuid != growth.base):
+    """Raise ArtifactError if the build would lose data without --force, or extend another index than its plan names."""
+    growth, base, extended = build.plan.growth, build.writer.base, build.plan.base
+    if extended is not None and (base is None or base.uuid != extended):
         raise ArtifactError(
             f"{build.writer.folder} was changed meanwhile by another process; run the same command again"
         )

@@ -228,12 +228,10 @@ class Growth:
     """Marks a build that appends tokens to an index.
 
     Args:
-        base: the uuid of that index.
         online: names of the methods that append the tokens; the others are built again.
         addition: the manifest's record of the tokens.
     """
 
-    base: str
     online: frozenset[str]
     addition: AdditionRecord
 
@@ -282,6 +280,9 @@ def _less(prompt: FixedPrompt) -> str:
 class BuildPlan:
     """All inputs that determine the content of an index: model, prompt and settings.
 
+    Args:
+        base: the uuid of the index that the build extends, by tokens or by methods; None: the prompt is a document's.
+
     Raises:
         UsageError: the model cannot be indexed, a method cannot be built for the model's heads, or the model's layers
             or RoPE do not allow the prefill or `checkpoints`.
@@ -292,6 +293,7 @@ class BuildPlan:
     config: BuildConfig
     growth: Growth | None = None
     file_history: FileHistory | None = None
+    base: str | None = None
 
     def __post_init__(self) -> None:
         self._check_heads()

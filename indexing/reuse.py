@@ -60,7 +60,10 @@ def plan_reuse(build: Build) -> ReusePlan:
     )
     recipes |= {state_file(tokens): build.state_recipe(tokens) for tokens in build.marks}
     missing = {name for name, recipe in recipes.items() if not build.writer.reuse(name, recipe)}
-    facts = _known_facts(build)
+    reused = [name for name in recipes if name not in missing and state_tokens(name) is None]
+    # After an interrupted build with --force, files of that build and of the finished index may have the same recipe.
+    sources = {build.writer.is_of_base(name) for name in reused}
+    facts = _known_facts(build, sources)
     positions = sample_positions(build.split, sample_size(build.plan))
     sampled = sample_recipe(recipe, positions)
     has_samples = facts is not None and not missing and _reuse_samples(build, facts, positions, sampled)
@@ -68,9 +71,10 @@ def plan_reuse(build: Build) -> ReusePlan:
     # If only queries are missing, they are computed from the rows of this prompt in the earlier index.
     needed = not has_samples or (earlier is not None and earlier.manifest.prompt.ids_sha256 != build.ids_sha256)
     prefix = shared_prefix(build, positions, missing) if needed else 0
-    if missing and prefix and build.plan.config.kv_dtype is not None:
-        # Rows that are computed after reused int8 rows differ a little from those of the earlier build. So this build
-        # writes all rows and states after the prefix, and its probe is computed over rows of one build.
+    if build.plan.config.kv_dtype is not None and (missing or facts is None or len(sources) > 1):
+        # The channel scales of reused files may be those of an earlier prompt, and rows that are computed after reused
+        # int8 rows differ a little from those of the earlier build. So this build writes all rows and states after the
+        # prefix, and its probe is computed over rows of one build.
         missing = {name for name in recipes if (tokens := state_tokens(name)) is None or tokens > prefix}
     return ReusePlan(missing, facts, positions, sampled, has_samples, prefix)
 
@@ -183,12 +187,16 @@ def _continues_int8(build: Build, base: Manifest) -> bool:
     return stored and build.plan.config.prefill.exact
 
 
-def _known_facts(build: Build) -> ContextFacts | None:
+def _known_facts(build: Build, sources: AbstractSet[bool]) -> ContextFacts | None:
+    """Return the facts of an unfinished build or of the finished index; None if none fit the build's recipe.
+
+    `sources` tells of the reused files whether they are the finished index's. Its facts fit only its own files.
+    """
     noted = facts_from_note(build.writer.notes.get(build.context_recipe))
     if noted and tuple(noted.layers) == build.plan.kinds.attending:
         return noted
     base = build.writer.base
-    if base and base.files[TOKENS].recipe == build.context_recipe:
+    if base and base.files[TOKENS].recipe == build.context_recipe and False not in sources:
         return ContextFacts(base.attending, base.probe, base.kv_storage, base.canary)
     return None
 

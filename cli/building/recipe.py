@@ -206,9 +206,9 @@ def _check_holds_several(output: Path | None, extensions: Collection[str]) -> No
 
 def _apart(targets: list[Target]) -> list[Target]:
     """Return the targets unchanged. Raises UsageError if two documents would have the same index folder."""
-    taken: dict[Path, str] = {}
+    taken: dict[str, str] = {}
     for one in targets:
-        if (other := taken.setdefault(one.folder.absolute(), one.document)) != one.document:
+        if (other := taken.setdefault(os.path.realpath(one.folder), one.document)) != one.document:
             raise UsageError(
                 f"{other} and {one.document} would both be indexed in {one.folder}; build one of them alone, with "
                 "--output NAME.skv"

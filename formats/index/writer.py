@@ -292,6 +292,10 @@ class ArtifactWriter(BuildFolder):
         """Whether this build writes a file instead of reusing it."""
         return name in self._new
 
+    def is_of_base(self, name: str) -> bool:
+        """Whether a file of this build is that of the base, the finished index in the folder. Waits like `record`."""
+        return self.base is not None and self.base.files.get(name) == self.record(name)
+
     def find(self, name: str) -> SharedFile:
         """Return a handle with which another process opens a file of this build. Waits until the file is on disk.
 

@@ -171,6 +171,13 @@ def test_a_file_that_is_spelt_in_two_ways_is_one_document(documents: Path) -> No
     assert (built.code, built.stdout, built.stderr) == (0, "a.skv\n", "")
 
 
+def test_two_documents_of_one_index_are_refused_in_linked_folders_too(documents: Path) -> None:
+    """The second would replace the first as an edited text of it."""
+    Path("here").symlink_to(".")
+    Path("a.md").write_text(Path("a.txt").read_text())
+    fails(2, "build-index", "a.txt", "here/a.md", *TAIL, says=("a.txt and here/a.md would both be indexed in here/a",))
+
+
 def test_blanks_around_a_listed_name_are_a_part_of_it_where_a_file_has_them(documents: Path) -> None:
     for name in (" a.txt", "b.txt "):
         Path(name).write_text(f"Another document {name!r}. " * 20)

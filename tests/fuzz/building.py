@@ -39,7 +39,7 @@ def grow(world: World, index: OpenIndex) -> None:
         plan = growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
         build_index(plan, folder)
     # the methods that took the tokens in have what they had before; rows and queries are of all tokens
-    same_as_fresh(world, folder, with_changes(plan, growth=None), methods=False)
+    same_as_fresh(world, folder, with_changes(plan, growth=None, base=None), methods=False)
     grown = world.open("index.skv")
     Checks(world, grown).after_growth()
 
@@ -104,7 +104,17 @@ def edit(world: World, index: OpenIndex) -> None:
     same_as_fresh(world, folder, plan, methods=True)
     if not plan.config.prefill.exact:
         _with_other_sinks(world, folder, with_changes(plan, force=False), random)
+    elif random.random() < 0.3:
+        _without_a_file(world, folder, with_changes(plan, force=False), random)
     world.open("index.skv")
+
+
+def _without_a_file(world: World, folder: Path, plan: BuildPlan, random: Random) -> None:
+    """A file that is gone is made again, and fits the files that stay."""
+    files = Artifact(folder).manifest.files
+    (folder / files[random.choice(sorted(files))].path).unlink()
+    build_index(plan, folder)
+    same_as_fresh(world, folder, plan, methods=True, fresh=world.folder / "fresh.skv")
 
 
 def _with_other_sinks(world: World, folder: Path, plan: BuildPlan, random: Random) -> None:
@@ -180,7 +190,7 @@ def same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool,
     where the rows that they are made of are the same bit for bit."""
     if fresh is None:
         fresh = world.folder / "fresh.skv"
-        build_index(with_changes(plan, growth=None, force=False), fresh)
+        build_index(with_changes(plan, force=False), fresh)
     most, in_8_bits = ROUNDING, plan.config.kv_dtype is not None
     if in_8_bits:
         most = AFTER_8_BITS

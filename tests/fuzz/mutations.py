@@ -63,6 +63,10 @@ FAULTS = (
         Patch(SHARED, "== row_settings(build.model, build.split, ", "== row_settings(build.model, base.split, "),
     ),
     Fault(
+        "int8 files of two builds are mixed",
+        Patch(SHARED, "(missing or facts is None or len(sources) > 1):", "missing and prefix:"),
+    ),
+    Fault(
         "a sparse prefill goes on within a chunk",
         Patch(SHARED, "min(shared, base.split.tokens - 1)", "min(shared, base.split.tokens)"),
     ),

@@ -73,6 +73,13 @@ def test_a_grown_index_holds_what_building_both_texts_at_once_gives(family: str,
     assert_no_strays(tmp_path / "a.skv")
 
 
+def test_a_text_that_was_cut_stays_one_when_more_follows(tmp_path: Path) -> None:
+    """`inspect` says where, and names no text as whole of which a part was left out."""
+    plan = small_plan(tokens=300)
+    build_index(plan, tmp_path / "a.skv")
+    assert _grow(tmp_path / "a.skv", plan.loaded).prompt.max_tokens == 300
+
+
 def test_codes_learn_again_each_time_the_text_has_grown_by_a_quarter(tmp_path: Path) -> None:
     """Until then their codebooks stay, and the codes that they gave."""
     folder, codes = tmp_path / "a.skv", CodesIndexer(code_bytes=4, iterations=2)

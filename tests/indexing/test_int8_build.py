@@ -10,7 +10,7 @@ from support.earlier_forms import in_blocks
 from support.reference import assert_close
 from support.sealing import change_tensors
 from support.short_part import short_part
-from support.small_index import INDEXERS, TEXT, prefilled, recorded_attention, small_plan, with_changes
+from support.small_index import INDEXERS, TEXT, prefilled, recorded_attention, reopen, small_plan, with_changes
 
 from sparsekv.formats.index.context_rows import OF_CHANNELS, quantise
 from sparsekv.formats.index.reader import Artifact
@@ -177,6 +177,35 @@ def test_a_longer_document_takes_over_no_scales_of_a_few_of_its_tokens(tmp_path:
     build_index(_int8(tokens=300), tmp_path / "a.skv")
     longer = _int8(tokens=tokens)
     assert _tokens_run(longer, tmp_path / "a.skv") == len(longer.prompt.input_ids) - taken
+
+
+def test_a_damaged_file_is_made_again_with_the_rows_that_have_its_scales(tmp_path: Path) -> None:
+    """Otherwise the index would have scales of two texts, and the probe would be of rows that it does not store."""
+    folder, plan = tmp_path / "a.skv", _int8(tokens=500, text=TEXT[:250] + TEXT[5000:5250], family="gemma2")
+    build_index(_int8(tokens=300, family="gemma2"), folder)
+    build_index(plan, folder)  # goes on with the scales of the shorter text
+    (folder / Artifact(folder).manifest.files[layer_file("context", 1)].path).unlink()
+    build_index(plan, folder)
+    reopen(plan, folder)
+    build_index(plan, tmp_path / "b.skv")
+    assert _sums(Artifact(folder).manifest) == _sums(Artifact(tmp_path / "b.skv").manifest)
+
+
+@pytest.mark.parametrize("written", [1, 3])
+def test_files_of_an_interrupted_force_are_not_mixed_with_those_it_was_to_replace(tmp_path: Path, written: int) -> None:
+    """Their scales are not those of the index, which are those of a shorter text."""
+    folder, plan = tmp_path / "a.skv", _int8(tokens=500, text=TEXT[:250] + TEXT[5000:5250])
+    build_index(_int8(tokens=300), folder)
+    build_index(plan, folder)
+
+    def stop(stage: str, done: int, of: int) -> None:
+        if (stage, done) == ("write context", written):
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        build_index(with_changes(plan, force=True), folder, stop)
+    build_index(plan, folder)
+    reopen(plan, folder)
 
 
 def test_a_shared_prefix_ends_at_any_token(tmp_path: Path) -> None:

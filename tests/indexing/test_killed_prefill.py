@@ -7,12 +7,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from support.causal_families import tiny_config, tiny_model
 from support.small_index import INDEXERS, prefilled, recorded_attention, small_plan, with_changes
 
 from sparsekv.formats.index.kept_prefill import prefill_note
@@ -124,6 +126,25 @@ def test_it_goes_on_after_an_exception(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         build_index(plan, tmp_path / "b.skv", stop)
     assert _rebuilt(plan, tmp_path / "b.skv")[0] == len(plan.prompt.input_ids) - 3 * CHUNK
+    assert _sums(tmp_path / "b.skv") == expected
+
+
+def test_it_goes_on_where_rows_have_other_sizes_than_the_config_says(tmp_path: Path) -> None:
+    """JetMoe attends to its keys once for each expert of a token. Its chunks were taken for damaged ones."""
+    model = tiny_model(tiny_config("jetmoe"))
+    plan = _plan(methods={"multipole": INDEXERS["multipole"]})
+    plan = replace(plan, loaded=replace(plan.loaded, model=model))
+    expected = _fresh(plan, tmp_path / "fresh.skv")
+
+    def stop(stage: str, done: int, of: int) -> None:
+        if done == 3 * CHUNK:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index(plan, tmp_path / "b.skv", stop)
+    told = list[str]()
+    build_index(plan, tmp_path / "b.skv", tell=told.append)
+    assert f"the first {3 * CHUNK} are those that an interrupted build has prefilled" in told[-1]
     assert _sums(tmp_path / "b.skv") == expected
 
 
