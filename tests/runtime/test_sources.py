@@ -50,6 +50,15 @@ def test_scores_are_those_of_the_models_own_attention(index: OpenIndex) -> None:
     assert answer.sources[0].score >= best / 4
 
 
+def test_learned_sinks_have_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
+    index = build_small(tmp_path / "sinks.skv", "gpt-oss")
+    answer = Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=2)
+    shares = retrieval_shares(index, QUESTION, answer)
+    for one in answer.sources:
+        assert one.score == pytest.approx(float(shares[slice(*one.tokens)].sum()), rel=1e-4)
+
+
 def test_a_conversation_and_a_batch_have_the_sources_of_a_question(index: OpenIndex) -> None:
     session = Session.open(index, DecodeConfig(Dense()))
     alone = session.ask(QUESTION, ANSWER, sources=3)
