@@ -156,10 +156,12 @@ class RopeScaling:
         rope = _plain_rope(config)
         positions = config.max_position_embeddings
         config.max_position_embeddings = int(positions * self.factor)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if self.kind == "yarn":
+            if hasattr(config, "head_dim"):  # it may be None (Mixtral), with which transformers' YaRN fails
+                config.head_dim = head_dim
             rope.update(rope_type="yarn", factor=self.factor, original_max_position_embeddings=positions)
             return
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         larger = (self.factor**2 - self.factor + 1) ** (rotated / (rotated - 2))
         rope["rope_theta"] *= larger

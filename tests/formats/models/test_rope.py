@@ -14,6 +14,7 @@ from support.reference import assert_close
 from support.tiny_models import FAMILIES, POSITIONS, save_tiny
 from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, PhimoeConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from sparsekv.formats.errors import UsageError
@@ -73,6 +74,13 @@ def test_gemma3_is_stretched_where_attention_is_full(tmp_path: Path) -> None:
         )
         stretched = frequencies(folder, scaling, "full_attention_inv_freq")
         assert stretched[-1] < 0.6 * frequencies(folder, None, "full_attention_inv_freq")[-1]
+
+
+def test_a_model_whose_config_leaves_out_the_size_of_a_head_is_stretched() -> None:
+    config, plain = tiny_config("mixtral"), MixtralRotaryEmbedding(tiny_config("mixtral"))
+    assert config.head_dim is None
+    RopeScaling.parse("yarn:4").stretch(config)
+    assert_close(MixtralRotaryEmbedding(config).inv_freq[-1], plain.inv_freq[-1] / 4, 1e-6)
 
 
 def test_layers_with_a_theta_of_their_own_are_stretched() -> None:
