@@ -179,9 +179,10 @@ def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
     tokenizer = build_tokenizer(path, reader)
     # The GGUF reader prints a progress bar that no setting turns off.
     with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        read, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
         )
+        read, found = loaded
         check_config(reader, read.config)
         check_tensors(reader, read, found["missing_keys"])
         settings = read.config.to_dict()
@@ -247,10 +248,10 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
             f"has {kind}.rope.freq_base = {base}, which transformers reads as {theta}; use the model's "
             "original checkpoint"
         )
-    rotated, known = _one(reader, f"{kind}.rope.dimension_count", None), _rotated(config)
-    if rotated is not None and int(rotated) != known:
+    rotated, rotates = _one(reader, f"{kind}.rope.dimension_count", None), _rotated(config)
+    if rotated is not None and int(rotated) != rotates:
         raise UsageError(
-            f"has {kind}.rope.dimension_count = {rotated}, which transformers reads as {known}; use the model's "
+            f"has {kind}.rope.dimension_count = {rotated}, which transformers reads as {rotates}; use the model's "
             "original checkpoint"
         )
     factors = any(tensor.name.startswith("rope_f") for tensor in reader.tensors)
