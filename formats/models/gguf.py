@@ -237,6 +237,8 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
             raise UsageError(
                 f"has {kind}.{key} = {wanted}, which transformers reads as {found}; use the model's original checkpoint"
             )
+    if not _one(reader, f"{kind}.attention.causal", True):
+        raise UsageError("lets tokens attend to later tokens; choose a model that generates text")
     rope = getattr(config, "rope_parameters", None) or {}
     base = _one(reader, f"{kind}.rope.freq_base", None)
     # A factor without a type is that of linear scaling, as llama.cpp reads it.

@@ -158,6 +158,7 @@ def test_an_index_names_its_file_and_is_opened_without_it_being_named(file: Path
         ({"qwen2.rope.scale_linear": 4.0}, r"scales its positions \(RoPE\), which transformers' reader"),
         ({"qwen2.rope.dimension_count": 8}, "has qwen2.rope.dimension_count = 8, which transformers reads as 16"),
         ({"qwen2.final_logit_softcapping": 3.0}, "has qwen2.final_logit_softcapping = 3.0, which transformers reads"),
+        ({"qwen2.attention.causal": False}, "lets tokens attend to later tokens; choose a model that generates text"),
         ({"without": "model.norm.weight"}, r"lacks 1 weights of its architecture \(the first: model.norm.weight\)"),
         ({"more": {"blk.1.attn_output.bias": np.ones(64, np.float32)}}, "has 126,720 values in its tensors, of which"),
         ({"general.architecture": "mine"}, "cannot be read as a GGUF file: "),
