@@ -117,6 +117,7 @@ class Addition:
         special_tokens: whether special tokens in the text kept their meaning.
         plain: special tokens that were read as plain text, with their counts.
         border: the end of the longer prompt's text, on which the first tokens of a question depend.
+        first_line: line of the text at which its first token begins; None: unknown.
     """
 
     input_ids: torch.Tensor
@@ -125,6 +126,7 @@ class Addition:
     special_tokens: bool = False
     plain: dict[str, int] = field(default_factory=dict)
     border: Border | None = None
+    first_line: int | None = None
 
 
 def encode_addition(
@@ -144,8 +146,8 @@ def encode_addition(
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.
     """
-    encoded, after, end = encode_more(tokenizer, border, chat, text, special_tokens=special_tokens)
-    return Addition(torch.tensor(encoded.ids), f"{BETWEEN}{text}", after, special_tokens, encoded.plain, end)
+    encoded, after, end, line = encode_more(tokenizer, border, chat, text, special_tokens=special_tokens)
+    return Addition(torch.tensor(encoded.ids), f"{BETWEEN}{text}", after, special_tokens, encoded.plain, end, line)
 
 
 def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
@@ -177,9 +179,9 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
 
 
 def addition_record(addition: Addition) -> AdditionRecord:
-    """Make the manifest's record of an addition. It depends on the text and its token count, not on the index."""
+    """Make the manifest's record of an addition. Its sha256 depends on the text alone, not on the index."""
     text = addition.text.encode(errors="surrogatepass")
-    return AdditionRecord(sha256=hash_bytes(text), tokens=len(addition.input_ids))
+    return AdditionRecord(sha256=hash_bytes(text), tokens=len(addition.input_ids), first_line=addition.first_line)
 
 
 def clear_finished(folder: Path) -> None:
@@ -275,6 +277,7 @@ def growing_plan(
             files=manifest.prompt.files,
             files_behind=manifest.prompt.files_behind,
             pages=manifest.prompt.pages,
+            first_line=manifest.prompt.first_line,
         ),
         config=config_of(
             manifest, stored_indexers(manifest), stored_prefill(manifest), chunk_size_after(artifact, chunk_size)
@@ -380,6 +383,7 @@ def adding_plan(
             files=prompt.files,
             files_behind=prompt.files_behind,
             pages=prompt.pages,
+            first_line=prompt.first_line,
         ),
         config=config_of(manifest, methods, stored_prefill(manifest), chunk_size_after(artifact, chunk_size)),
         file_history=manifest.file_history,

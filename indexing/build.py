@@ -301,6 +301,7 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
             files=plan.prompt.files,
             files_behind=plan.prompt.files_behind,
             pages=plan.prompt.pages,
+            first_line=plan.prompt.first_line,
         ),
         file_history=plan.file_history,
         split=build.split,

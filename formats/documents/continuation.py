@@ -124,7 +124,7 @@ def encode_more(
     text: str,
     *,
     special_tokens: bool = False,
-) -> tuple[EncodedText, ChatFrame | None, Border | None]:
+) -> tuple[EncodedText, ChatFrame | None, Border | None, int]:
     """Tokenise a text that is appended to a stored prompt: after a blank line, or after an answer as the next message.
 
     Before the next message comes the chat template's text between an answer and a question.
@@ -135,8 +135,8 @@ def encode_more(
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Returns:
-        The token ids without those of the new border's `held`, and the chat frame and border of later questions. The
-        new border is None if `border` is None.
+        The token ids without those of the new border's `held`, the chat frame and border of later questions, and
+        `line_of_first_token`. The new border is None if `border` is None.
 
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.
@@ -144,13 +144,42 @@ def encode_more(
     between: str = BETWEEN
     if chat is not None and chat.between != BETWEEN:
         between, chat = Trusted(chat.between), chat.model_copy(update={"between": BETWEEN})
-        text = text.lstrip() if chat.trimmed else text
-    encoded = _behind(tokenizer, border, between, text, special_tokens=special_tokens)
+    shown = text.lstrip() if isinstance(between, Trusted) and chat is not None and chat.trimmed else text
+    encoded = _behind(tokenizer, border, between, shown, special_tokens=special_tokens)
+    held = "" if border is None else border.held
+    preceding = encode_text(tokenizer, held, between, special_tokens=special_tokens).ids
+    line = line_of_first_token(tokenizer, encoded.ids, preceding, text)
     if border is None:
-        return encoded, chat, None
+        return encoded, chat, None, line
     before = plain_end(tokenizer, between) if isinstance(between, Trusted) else f"{border.lead}{border.held}{between}"
-    ids, end = find_border(tokenizer, encoded.ids, before + text, questions_after(chat), special_tokens=special_tokens)
-    return EncodedText(ids, encoded.plain), chat, end
+    ids, end = find_border(tokenizer, encoded.ids, before + shown, questions_after(chat), special_tokens=special_tokens)
+    return EncodedText(ids, encoded.plain), chat, end, line
+
+
+def line_of_first_token(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: Sequence[int], text: str
+) -> int:
+    """Return the line of a text, counted from 1, at which the text's tokens begin.
+
+    It is 0 or less if the line breaks of `before` precede the text. A template may have removed the text's leading
+    white space, and a token may consist of line breaks of both.
+
+    Args:
+        ids: the tokens, which begin with what precedes the text.
+        before: the tokens of what precedes the text, if it is tokenised alone.
+    """
+
+    def decoded(some: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(some), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    blank = text[: len(text) - len(text.lstrip())]
+    most = len(before) + 4 * (len(blank) + 1)  # a character has at most four tokens
+    begin = decoded(ids[:most])
+    letters = [place for place, one in enumerate(begin) if not one.isspace()]
+    # The first letter of the text is the one after the letters of what precedes it.
+    number = sum(not one.isspace() for one in decoded(before))
+    stop = letters[number] if number < len(letters) else len(begin)
+    return 1 + blank.count("\n") - begin[:stop].count("\n")
 
 
 def plain_end(tokenizer: PreTrainedTokenizerBase, frame: str) -> str:

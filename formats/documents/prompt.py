@@ -14,6 +14,7 @@ from sparsekv.formats.documents.continuation import (
     border_behind,
     encode_question,
     find_border,
+    line_of_first_token,
     plain_end,
     questions_after,
 )
@@ -25,6 +26,8 @@ from sparsekv.formats.index.schema import Border, ChatFrame, SourceFile
 from sparsekv.formats.models.converted import first_line
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
+_LEADING = 4096
+"""Number of first characters of a document in which its leading blank lines are counted."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class FixedPrompt:
         files_behind: paths of the files of a cut document that have no token in the prompt.
         template: number of the chat template's tokens before the document.
         pages: first token of each page of a document of one text; empty for a text without pages.
+        first_line: line of a document of one text at which the prompt's first token begins, 0 or less if the line
+            breaks of the template precede the text; None: unknown.
     """
 
     input_ids: torch.Tensor
@@ -56,6 +61,7 @@ class FixedPrompt:
     files_behind: tuple[str, ...] = ()
     template: int = 0
     pages: tuple[int, ...] = ()
+    first_line: int | None = None
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase, before: str | None = None) -> ChatFrame | None:
@@ -144,7 +150,8 @@ def encode_prompt(
     """
     chat = None if raw else chat_frame(tokenizer, before)
     head = Trusted("" if chat is None else chat.before)
-    framed = len(encode_text(tokenizer, head).ids)
+    before_text = encode_text(tokenizer, head).ids
+    framed = len(before_text)
     sources = text if isinstance(text, SourceTexts) else None
     document = text if isinstance(text, Document) else Document.of(text if isinstance(text, str) else text.text)
     placed = sources is not None or bool(document.pages)
@@ -161,6 +168,10 @@ def encode_prompt(
     else:
         end = plain_end(tokenizer, head) + _shown(document.whole(), chat)
         ids, border = find_border(tokenizer, ids, end, questions_after(chat), special_tokens=special_tokens)
+    line = None
+    if sources is None:
+        first = before_text if chat is not None else added_ends(tokenizer)[0]
+        line = line_of_first_token(tokenizer, ids, first, document.first(_LEADING))
     held = len(ids) - framed if cut else None
     files: tuple[SourceFile, ...] | None = None
     behind: tuple[str, ...] = ()
@@ -172,7 +183,18 @@ def encode_prompt(
         files = _table(sources, begins, len(ids), stops_at)
         behind = tuple(file.path for file in sources.files[len(files) :])
     return FixedPrompt(
-        torch.tensor(ids), document.sha256(), chat, special_tokens, plain, held, border, files, behind, framed, pages
+        input_ids=torch.tensor(ids),
+        text_sha256=document.sha256(),
+        chat=chat,
+        special_tokens=special_tokens,
+        plain=plain,
+        cut=held,
+        border=border,
+        files=files,
+        files_behind=behind,
+        template=framed,
+        pages=pages,
+        first_line=line,
     )
 
 

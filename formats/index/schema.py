@@ -318,6 +318,11 @@ class Prompt(Record):
         default=(), description="files whose text begins after the last token of the prompt"
     )
     pages: Pages = Field(default=(), description="if the document is one PDF: the first token of each page")
+    first_line: int | None = Field(
+        default=None,
+        description="line of a document of one text at which the prompt's first token begins, 0 or less behind line "
+        "breaks of the chat template; null if unknown",
+    )
 
     @model_validator(mode="after")
     def _files_in_order(self) -> Self:
@@ -513,6 +518,11 @@ class AdditionRecord(Record):
 
     sha256: Sha256
     tokens: Size
+    first_line: int | None = Field(
+        default=None,
+        description="line of the text at which its first token begins, 0 or less behind other line breaks; null if "
+        "unknown",
+    )
 
 
 class RopeRecord(Record):

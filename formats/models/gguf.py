@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,20 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from sparsekv.formats.checksums import hash_file
+from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, first_line, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
+
+FORM = 2
+"""Version of the code that converts files. Increase the version when a file would be converted otherwise or refused."""
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """Token types in GGUF: merged tokens, special tokens, and added tokens of plain text."""
@@ -71,19 +75,23 @@ def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
         UsageError: the file is no GGUF file, or has content that cannot be converted correctly.
         SparsekvError: disk space, memory or permission is missing.
     """
-    folder = cache_root() / "models" / "gguf" / f"{path.stem}-{_checksum(path, name)[:16]}"
+    key = hash_json([FORM, _checksum(path, name)])
+    folder = cache_root() / "models" / "gguf" / f"{path.stem}-{key[:16]}"
     return whole_folder(folder, lambda folder, damaged: _make(path, name, folder, progress))
 
 
 def _checksum(path: Path, name: str) -> str:
-    """Return the file's sha256. The result is cached until the file's size or modification time changes.
+    """Return the file's sha256. The result is cached until the file or one of its times changes.
+
+    The time of the last change of the inode shows a new content behind a size and modification time that were kept, as
+    by an unpacked archive.
 
     Raises SparsekvError if the file cannot be read.
     """
     known = cache_root() / "models" / "gguf" / "checksums.json"
     try:
         found, key = path.stat(), str(path.resolve())
-        state = [found.st_size, found.st_mtime_ns]
+        state = [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
         with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
             *before, checksum = json.loads(read_small(known) or "{}")[key]
             if before == state and isinstance(checksum, str):
@@ -171,8 +179,12 @@ def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
     tokenizer = build_tokenizer(path, reader)
     # The GGUF reader prints a progress bar that no setting turns off.
     with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        read: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+        )
+        read, found = loaded
         check_config(reader, read.config)
+        check_tensors(reader, read, found["missing_keys"])
         settings = read.config.to_dict()
         # transformers marks the model as quantised, although its weights are float32 now, and refuses to save it. Its
         # config would make transformers look for the GGUF file when the saved folder is loaded.
@@ -201,14 +213,17 @@ CHECKED = {
     "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "expert_count": "num_local_experts",
 }
-"""Settings that determine a model's attention: the key in GGUF files after the architecture's name, and the name in
-transformers' configs."""
+"""Settings that determine a model's attention or logits: the key in GGUF files after the architecture's name, and the
+name in transformers' configs."""
 
 
 def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
-    """Raise UsageError if a config differs from the GGUF file in a setting that changes the model's attention.
+    """Raise UsageError if a config differs from the GGUF file in a setting that changes the model's attention or
+    logits.
 
     Transformers' reader ignores unknown keys.
     """
@@ -222,12 +237,23 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
             raise UsageError(
                 f"has {kind}.{key} = {wanted}, which transformers reads as {found}; use the model's original checkpoint"
             )
+    if not _one(reader, f"{kind}.attention.causal", True):
+        raise UsageError("lets tokens attend to later tokens; choose a model that generates text")
     rope = getattr(config, "rope_parameters", None) or {}
-    base, scaling = _one(reader, f"{kind}.rope.freq_base", None), str(_one(reader, f"{kind}.rope.scaling.type", "none"))
+    base = _one(reader, f"{kind}.rope.freq_base", None)
+    # A factor without a type is that of linear scaling, as llama.cpp reads it.
+    factor = _one(reader, f"{kind}.rope.scaling.factor", _one(reader, f"{kind}.rope.scale_linear", 1.0))
+    scaling = str(_one(reader, f"{kind}.rope.scaling.type", "linear" if factor not in (0, 1) else "none"))
     theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
     if base is not None and theta is not None and abs(float(theta) - float(base)) > 1e-3 * abs(float(base)):
         raise UsageError(
             f"has {kind}.rope.freq_base = {base}, which transformers reads as {theta}; use the model's "
+            "original checkpoint"
+        )
+    rotated, rotates = _one(reader, f"{kind}.rope.dimension_count", None), _rotated(config)
+    if rotated is not None and int(rotated) != rotates:
+        raise UsageError(
+            f"has {kind}.rope.dimension_count = {rotated}, which transformers reads as {rotates}; use the model's "
             "original checkpoint"
         )
     factors = any(tensor.name.startswith("rope_f") for tensor in reader.tensors)
@@ -235,6 +261,39 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
         raise UsageError(
             "scales its positions (RoPE), which transformers' reader of GGUF files ignores; use the model's "
             "original checkpoint"
+        )
+
+
+def _rotated(config: PreTrainedConfig) -> int:
+    """Return the number of channels of a head to which a model applies RoPE."""
+    channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(channels * rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0)))
+
+
+def check_tensors(reader: GGUFReader, model: PreTrainedModel, missing: Collection[str]) -> None:
+    """Raise UsageError if a model lacks weights of its architecture, or lacks values of the GGUF file's tensors.
+
+    Transformers' reader fills missing weights with random numbers, and ignores tensors that the architecture does not
+    have, such as a bias.
+
+    Args:
+        missing: names of the weights that transformers has not found in the file.
+    """
+    if missing:
+        raise UsageError(
+            f"lacks {len(missing)} weights of its architecture (the first: {min(missing)}); use the model's original "
+            "checkpoint"
+        )
+    # RoPE's factors are not weights (`check_config`), and an output layer that is tied is the embedding.
+    tied = model.config.tie_word_embeddings
+    kept = [one for one in reader.tensors if not one.name.startswith("rope_f")]
+    stored = sum(int(one.n_elements) for one in kept if not (tied and one.name == "output.weight"))
+    read = sum({one.data_ptr(): one.numel() for one in model.state_dict().values()}.values())
+    if stored != read:
+        raise UsageError(
+            f"has {stored:,} values in its tensors, of which transformers reads {read:,}; use the model's original "
+            "checkpoint"
         )
 
 

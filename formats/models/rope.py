@@ -146,7 +146,8 @@ class RopeScaling:
     def stretch(self, config: "PreTrainedConfig") -> None:
         """Apply the scaling to a config in place, before the model is created.
 
-        If layer types have their own RoPE parameters (Gemma 3), the parameters of full attention are changed.
+        If layer types have their own RoPE parameters (Gemma 3), the parameters of full attention are changed. If layers
+        have their own theta (Granite with sliding windows), all of these are changed.
 
         Raises:
             UsageError: the model has no rotary embedding, or its positions are scaled already.
@@ -155,19 +156,31 @@ class RopeScaling:
         rope = _plain_rope(config)
         positions = config.max_position_embeddings
         config.max_position_embeddings = int(positions * self.factor)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if self.kind == "yarn":
+            if hasattr(config, "head_dim"):  # it may be None (Mixtral), with which transformers' YaRN fails
+                config.head_dim = head_dim
             rope.update(rope_type="yarn", factor=self.factor, original_max_position_embeddings=positions)
             return
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-        rope["rope_theta"] *= (self.factor**2 - self.factor + 1) ** (rotated / (rotated - 2))
+        larger = (self.factor**2 - self.factor + 1) ** (rotated / (rotated - 2))
+        rope["rope_theta"] *= larger
+        if of_layers := getattr(config, "layer_rope_theta", None):
+            config.layer_rope_theta = [theta * larger for theta in of_layers]  # 0 for a layer without RoPE
+
+
+def _rotates(config: "PreTrainedConfig") -> bool:
+    """Whether a model applies RoPE. Granite hybrid and Zamba 2 may have its parameters without applying it."""
+    kind = config.position_embedding_type if hasattr(type(config), "position_embedding_type") else "rope"
+    return kind == "rope" and bool(getattr(config, "use_mem_rope", True))
 
 
 def _plain_rope(config: "PreTrainedConfig") -> dict[str, Any]:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(entry, dict) for entry in rope.values()):
         rope = rope.get("full_attention") or {}
-    if "rope_theta" not in rope or not getattr(config, "max_position_embeddings", None):
+    positions = getattr(config, "max_position_embeddings", None)
+    if "rope_theta" not in rope or not positions or not _rotates(config):
         raise UsageError(f"--rope-scaling: a {config.model_type} model has no rotary positions to stretch; {LEAVE_OUT}")
     if rope.get("rope_type", "default") != "default":
         raise UsageError(

@@ -18,6 +18,7 @@ def attention_shares(
     weights: torch.Tensor,
     softmax_scale: float,
     softcap: float | None = None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute each stored key's softmax weight, as a weighted sum over queries of one KV head.
 
@@ -30,6 +31,8 @@ def attention_shares(
         own: [U, D], the keys of the tokens that follow the stored tokens.
         seen: [R] int64; query r sees the first `seen[r]` keys of `own`; at most U.
         weights: [R] float32, the factor of each query in the sum.
+        sink: [], the learned logit of the queries' head, which is in each softmax and belongs to no key; None: the head
+            has none.
 
     Returns:
         [N] float32.
@@ -41,6 +44,8 @@ def attention_shares(
         asking = query[None, None, some]
         beside = attention_logits(asking, own[None], softmax_scale, softcap)[0, 0]
         beside = beside.masked_fill(behind >= seen[some, None], -torch.inf)
-        logits = torch.cat([attention_logits(asking, keys[None], softmax_scale, softcap)[0, 0], beside], -1)
-        shares += weights[some] @ logits.softmax(-1)[:, : len(keys)]
+        logits = [attention_logits(asking, keys[None], softmax_scale, softcap)[0, 0], beside]
+        if sink is not None:
+            logits.append(sink.float().expand(len(beside), 1))
+        shares += weights[some] @ torch.cat(logits, -1).softmax(-1)[:, : len(keys)]
     return shares

@@ -70,7 +70,7 @@ def _shares_kernel(
     tl.store(shares + n, found, mask=n < N)
 
 
-def attention_shares_triton(query, keys, own, seen, weights, softmax_scale, softcap=None):
+def attention_shares_triton(query, keys, own, seen, weights, softmax_scale, softcap=None, sink=None):
     """Run `attention_shares` on a GPU; allocates one float32 number for each query and part of the keys."""
     (R, D), (N, U), device = query.shape, (len(keys), len(own)), query.device
     query, keys, own = (unit_stride(rows) for rows in (query, keys, own))
@@ -83,8 +83,10 @@ def attention_shares_triton(query, keys, own, seen, weights, softmax_scale, soft
         query, keys, own, seen, partial, R, N, U, query.stride(0), keys.stride(0), own.stride(0),
         **scaling, **sizes, **dependent_launch(device),
     )  # fmt: skip
+    totals = partial.logsumexp(1)
+    totals = totals if sink is None else torch.logaddexp(totals, sink.float())
     _shares_kernel[(triton.cdiv(N, tile),)](
-        query, keys, partial.logsumexp(1), weights, shares, R, N, query.stride(0), keys.stride(0),
+        query, keys, totals, weights, shares, R, N, query.stride(0), keys.stride(0),
         **scaling, **sizes, **dependent_launch(device),
     )  # fmt: skip
     return shares

@@ -19,10 +19,14 @@ class WatchedQueries:
         heads: for each layer, the indices [H] of its H retrieval heads among the query heads.
         channels: for each layer, the number of channels D of a head.
         slots: maximum number of sequences in a pass.
+
+    Attributes:
+        sinks: for each layer of the first pass, the learned sink logits [H] of its retrieval heads; None without them.
     """
 
     def __init__(self, heads: Mapping[int, torch.Tensor], channels: Mapping[int, int], slots: int):
         self.heads, self.slots = heads, slots
+        self.sinks: dict[int, torch.Tensor | None] = {}
         edges = [*accumulate((len(some) * channels[layer] for layer, some in heads.items()), initial=0)]
         self._columns = {layer: slice(*of_layer) for layer, of_layer in zip(heads, pairwise(edges), strict=True)}
         self._channels, self._newest = edges[-1], torch.empty(0)
@@ -38,6 +42,8 @@ class WatchedQueries:
         found = call.query[heads][:, last].transpose(0, 1).flatten(1)
         if not len(self._newest):  # first pass: it feeds a question, and such a pass is never captured as a CUDA graph
             self._newest = found.new_zeros(self.slots, self._channels)
+        if call.layer not in self.sinks:
+            self.sinks[call.layer] = None if call.sink_logits is None else call.sink_logits[heads]
         self._newest[: len(found), self._columns[call.layer]] = found
 
     def of(self, places: Sequence[int]) -> Sequence[torch.Tensor]:

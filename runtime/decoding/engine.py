@@ -509,8 +509,9 @@ class Engine:
         if not sequence.queries or self.cache.watched is None:
             return []
         steps, own_keys = torch.stack(sequence.queries), partial(self.cache.own_keys, slot=slot, tokens=sequence.used)
-        queries = {layer: self.cache.watched.of_layer(layer, steps) for layer in self.cache.watched.heads}
-        return self.index.source_finder.sources(queries, own_keys, sequence.request.sources)
+        watched = self.cache.watched
+        queries = {layer: watched.of_layer(layer, steps) for layer in watched.heads}
+        return self.index.source_finder.sources(queries, watched.sinks, own_keys, sequence.request.sources)
 
     def _pass(self, fed: list[Fed]) -> torch.Tensor:
         """Run a forward pass; return its logits [B, V].

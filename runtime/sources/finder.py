@@ -54,13 +54,18 @@ class SourceFinder:
 
     @torch.inference_mode()
     def sources(
-        self, queries: Mapping[int, torch.Tensor], own_keys: Callable[[int], torch.Tensor], most: int
+        self,
+        queries: Mapping[int, torch.Tensor],
+        sinks: Mapping[int, torch.Tensor | None],
+        own_keys: Callable[[int], torch.Tensor],
+        most: int,
     ) -> list[Source]:
         """Return up to `most` sources of an answer, by descending score.
 
         Args:
             queries: for each layer, the queries [H, T, D] of its H retrieval heads for the T tokens whose logits gave
                 the answer's tokens.
+            sinks: for each layer, the learned sink logits [H] of these heads; None without them.
             own_keys: returns a layer's keys [Hk, U, D] of the tokens after the stored prompt, up to the last of the T
                 tokens.
         """
@@ -71,10 +76,12 @@ class SourceFinder:
             # The query of step t attends to the new keys up to that of its own token. Thus the last of the T steps
             # attends to all `used` keys, the step before it to one key less, and so on.
             seen, weight = torch.arange(used - count + 1, used + 1, device=self.device), own.new_ones(count).float()
-            for head, query in zip(self._of(layer), of_layer, strict=True):
+            of_sinks = sinks[layer]
+            for place, (head, query) in enumerate(zip(self._of(layer), of_layer, strict=True)):
                 kv_head = head.head * len(own) // self.query_heads[layer]
                 stored, weights = self._stored_keys(layer, kv_head).to(own), weight * (head.weight / count)
-                shares += attention_shares(query, stored, own[kv_head], seen, weights, *scaling)
+                sink = None if of_sinks is None else of_sinks[place]
+                shares += attention_shares(query, stored, own[kv_head], seen, weights, *scaling, sink)
         return self.places.sources(shares.cpu(), most)
 
     def _stored_keys(self, layer: int, kv_head: int) -> torch.Tensor:

@@ -91,17 +91,22 @@ class Places:
         head = len(encode_text(tokenizer, Trusted(before)).ids) if before else 0
         # Line breaks are counted from the prompt's beginning, because a token may have some of the template and some of
         # the document.
-        whole = Text(name, max(1, head), edges[0], 0, 1 - before.count("\n"), prompt.pages)
+        line = 1 - before.count("\n") if prompt.first_line is None else prompt.first_line
+        whole = Text(name, max(1, head), edges[0], 0, line, prompt.pages)
         files = [
             Text(one.path, max(1, one.start), one.stop, one.start, one.first_line, one.pages)
             for one in prompt.files or ()
         ]
-        later = [self._addition(f"{name}+{number}", *edge) for number, edge in enumerate(pairwise(edges), 1)]
+        records = zip(pairwise(edges), artifact.manifest.additions, strict=True)
+        later = [
+            self._addition(f"{name}+{number}", *edge, one.first_line) for number, (edge, one) in enumerate(records, 1)
+        ]
         self.texts = [*(files or [whole]), *later]
 
-    def _addition(self, path: str, start: int, stop: int) -> Text:
-        parted = self._text(start, stop).startswith(BETWEEN)
-        return Text(path, start, stop, start, 1 - BETWEEN.count("\n") if parted else 1)
+    def _addition(self, path: str, start: int, stop: int, line: int | None) -> Text:
+        if line is None:  # a conversation, or text that an earlier version added
+            line = 1 - BETWEEN.count("\n") if self._text(start, stop).startswith(BETWEEN) else 1
+        return Text(path, start, stop, start, line)
 
     def sources(self, shares: torch.Tensor, most: int) -> list[Source]:
         """Return up to `most` sources by descending score: the sum of the attention shares [N] of a source's tokens."""

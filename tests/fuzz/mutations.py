@@ -118,7 +118,11 @@ FAULTS = (
     ),
     Fault(
         "YaRN beside unchanged positions gives no more of them",
-        Patch(ROPE, "return max(positions, int(original * factor))", "return positions"),
+        Patch(ROPE, "max(positions, int(original * factor)), getattr", "positions, getattr"),
+    ),
+    Fault(
+        "blank lines that a template trims are in no source's lines",
+        Patch("runtime/sources/places.py", "if prompt.first_line is None else", "if True else"),
     ),
     Fault(
         "sinks and tail are seen without a passage of theirs",

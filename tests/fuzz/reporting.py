@@ -10,6 +10,7 @@ from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import GROUPS, recall_report
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import methods_of
+from sparsekv.runtime.sources.places import Places
 
 from .deeds import deed
 from .oracles import expect
@@ -74,6 +75,21 @@ class Truth:
             return False
         best = self.probability[head].topk(tokens + 1, -1).values
         return bool((best[..., -2] - best[..., -1] <= 1e-4 * best[..., -2] + FAINT).any())
+
+
+@deed("lines", 2, asks=False)
+def lines(world: World, index: OpenIndex) -> None:
+    """A source is in the lines of the document that it names."""
+    random, tokens = Random(world.case.more), index.split.tokens
+    places, of_document = Places(index.artifact, world.tokenizer), world.document.split("\n")
+    for token in random.sample(range(tokens), min(5, tokens)):
+        shares = torch.zeros(tokens)
+        shares[token] = 1
+        for source in places.sources(shares, 1):
+            first, last = source.lines
+            known = "\n".join(of_document[max(0, first - 1) : last])
+            # A source may begin or end inside a character of several bytes.
+            expect(source.text.strip("\ufffd") in known, "a source's lines", f"{source} is not in {known!r}")
 
 
 @deed("report", 5)

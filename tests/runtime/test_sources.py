@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.small_index import build_small, reopen, small_plan
 from support.source_shares import retrieval_shares
-from support.tiny_models import FAMILIES, tiny_tokenizer
+from support.tiny_models import CHAT_TEMPLATE, FAMILIES, tiny_tokenizer
 
 from sparsekv.formats.documents.document import Document
-from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.documents.prompt import chat_frame, encode_prompt, next_turn
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.append import encode_addition, growing_plan
@@ -25,6 +25,7 @@ from sparsekv.runtime.sources.places import Places
 
 QUESTION = torch.arange(40, 60)
 ANSWER = Sampling(6)
+TRIMMING = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,15 @@ def test_scores_are_those_of_the_models_own_attention(index: OpenIndex) -> None:
     # No passage that was left out, of any 64 tokens, has more than the first source.
     best = max(float(part.sum()) for part in shares[1 : len(index.input_ids)].unfold(0, 64, 1))
     assert answer.sources[0].score >= best / 4
+
+
+def test_learned_sinks_have_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path))
+    index = build_small(tmp_path / "sinks.skv", "gpt-oss")
+    answer = Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=2)
+    shares = retrieval_shares(index, QUESTION, answer)
+    for one in answer.sources:
+        assert one.score == pytest.approx(float(shares[slice(*one.tokens)].sum()), rel=1e-4)
 
 
 def test_a_conversation_and_a_batch_have_the_sources_of_a_question(index: OpenIndex) -> None:
@@ -104,12 +114,12 @@ def test_a_number_of_sources_is_checked(index: OpenIndex, sources: int) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE, TRIMMING])
 @pytest.mark.parametrize("blank", ["", "\n", "\n\n\n", "  \n\t\n"])
-def test_lines_are_those_of_the_file_after_blank_lines(raw: bool, blank: str, tmp_path: Path) -> None:
+def test_lines_are_those_of_the_file_after_blank_lines(template: str | None, blank: str, tmp_path: Path) -> None:
     """The prompt's first token, which may be a line break, is no source, but its lines count."""
     text = blank + "\n".join(f"Sentence {number} is here." for number in range(1, 16)) + "\n"
-    index = build_small(tmp_path / "lines.skv", prompt=encode_prompt(tiny_tokenizer(), text, raw=raw))
+    index = build_small(tmp_path / "lines.skv", prompt=encode_prompt(tiny_tokenizer(template), text))
     for line in (3, 7, 14):
         assert _place(index, f"Sentence {line} is") == f"lines:{line + blank.count(chr(10))}"
 
@@ -126,18 +136,24 @@ def test_a_source_in_a_pdf_is_on_a_page(tmp_path: Path) -> None:
 def test_text_that_was_added_has_lines_of_its_own(tmp_path: Path) -> None:
     plan, folder = small_plan(), tmp_path / "a.skv"
     build_index(plan, folder)
-    for text in ("One.\nTwo is here.\n", "\nThree.\nFour is here."):
-        addition = encode_addition(plan.loaded.tokenizer, text, plan.prompt.chat, plan.prompt.border)
+    tokenizer = plan.loaded.tokenizer
+    document = chat_frame(tokenizer)
+    assert document is not None
+    answered = next_turn(tokenizer, document)
+    texts = ("One.\nTwo is here.\n", document), ("\nThree.\nFour is here.", document), ("Five.\nSix is.", answered)
+    for text, frame in texts:
+        addition = encode_addition(tokenizer, text, frame, plan.prompt.border)
         build_index(growing_plan(Artifact(folder), plan.loaded, addition), folder)
     index = reopen(plan, folder)
     assert _place(index, "Two is") == "a+1:2"
     assert _place(index, "Four is") == "a+2:3"
+    assert _place(index, "Six is") == "a+3:2"
 
 
 def _place(index: OpenIndex, text: str) -> str:
     """The source that has all attention at the begin of a text of the prompt, whose tokens are bytes."""
     found = token_texts(index.tokenizer, index.input_ids.tolist())
     shares = torch.zeros(len(found), dtype=torch.float64)
-    shares["".join(one or " " for one in found).index(text)] = 1
+    shares["".join((one or " ")[-1] for one in found).index(text)] = 1
     (source,) = Places(index.artifact, index.tokenizer).sources(shares, 1)
     return source.place

@@ -1,6 +1,8 @@
 """GGUF files of tiny random models, with a byte-level tokenizer, as llama.cpp's converter writes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,9 +48,18 @@ SENTENCEPIECE: dict[str, Any] = {
 """Keys of a file with a SentencePiece tokenizer."""
 
 
-def write_gguf(path: Path, model: PreTrainedModel, *, pre: str = "qwen2", **changes: Any) -> Path:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    pre: str = "qwen2",
+    without: str = "",
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+    **changes: Any,
+) -> Path:
     """Write a Qwen 2's weights, matrices in 8 bits (Q8_0). `changes` are further keys and their values, or None to
-    leave a key out. If `tokenizer.ggml.model` is `llama`, the vocabulary is PIECES, otherwise TOKENS."""
+    leave a key out. If `tokenizer.ggml.model` is `llama`, the vocabulary is PIECES, otherwise TOKENS. The weight
+    `without` is left out, and the tensors of `more` are added."""
     config = model.config
     keys: dict[str, Any] = {
         "qwen2.block_count": config.num_hidden_layers,
@@ -89,7 +100,10 @@ def write_gguf(path: Path, model: PreTrainedModel, *, pre: str = "qwen2", **chan
         writer.add_token_types([1] * (len(TOKENS) - len(SPECIAL_TOKENS)) + [3] * len(SPECIAL_TOKENS))
         writer.add_token_merges(MERGES)
     for name, tensor in model.state_dict().items():
-        _add(writer, name, tensor.float().numpy())
+        if name != without:
+            _add(writer, name, tensor.float().numpy())
+    for name, rows in more.items():
+        writer.add_tensor(name, rows)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

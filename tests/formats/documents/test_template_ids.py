@@ -102,7 +102,7 @@ def test_appended_text_is_the_templates(kind: str, end: str, more: str, question
     """As a part of the document, and behind an answer as the beginning of the next message."""
     tokenizer = tokenizer_of(kind)
     prompt = encode_prompt(tokenizer, f"{LONG}{end}")
-    encoded, chat, border = encode_more(tokenizer, prompt.border, prompt.chat, more)
+    encoded, chat, border, _ = encode_more(tokenizer, prompt.border, prompt.chat, more)
     asked = encode_question(tokenizer, border, chat, question)
     expected = whole(kind, f"{LONG}{end}\n\n{more}\n\n{question}")
     assert same(kind, prompt.input_ids.tolist() + encoded.ids + asked, expected)
@@ -121,9 +121,26 @@ def test_text_appended_to_a_talk_begins_the_next_message(kind: str, more: str, q
         answer.pop()
     assert prompt.chat is not None
     frame = next_turn(tokenizer, prompt.chat)
-    encoded, chat, border = encode_more(tokenizer, border_behind(tokenizer, answer), frame, more)
+    encoded, chat, border, _ = encode_more(tokenizer, border_behind(tokenizer, answer), frame, more)
     asked = encode_question(tokenizer, border, chat, question)
     assert same(kind, said + answer + encoded.ids + asked, expected)
+
+
+@pytest.mark.parametrize("blank", ["", "\n\n\n"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lines_are_those_of_the_texts(kind: str, blank: str) -> None:
+    """Of a document, of text behind it, whose tokens begin with its end, and of text behind an answer."""
+    tokenizer, text = tokenizer_of(kind), f"{blank}One.\nimport two.\nThree."
+    prompt = encode_prompt(tokenizer, text)
+    assert prompt.chat is not None
+    more, _, _, after = encode_more(tokenizer, prompt.border, prompt.chat, text)
+    answer = tokenizer("the module", add_special_tokens=False).input_ids
+    frame = next_turn(tokenizer, prompt.chat)
+    turn, _, _, behind = encode_more(tokenizer, border_behind(tokenizer, answer), frame, text)
+    for first, ids in ((prompt.first_line, prompt.input_ids.tolist()), (after, more.ids), (behind, turn.ids)):
+        assert first is not None
+        decoded = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        assert first + decoded[: decoded.index("two")].count("\n") == 2 + len(blank)
 
 
 @settings(max_examples=20)
@@ -164,7 +181,7 @@ def test_an_index_of_an_earlier_version_is_answered_as_before(kind: str) -> None
     assert chat is not None
     asked = encode_question(tokenizer, None, chat.model_copy(update={"trimmed": False}), " Why? ")
     assert asked == tokenizer(f"\n\n Why? {chat.after}", add_special_tokens=False).input_ids
-    encoded, after, border = encode_more(tokenizer, None, chat, "More.")
+    encoded, after, border, _ = encode_more(tokenizer, None, chat, "More.")
     assert encoded.ids == tokenizer("\n\nMore.", add_special_tokens=False).input_ids
     assert (after, border) == (chat, None)
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.command import run_here
@@ -18,6 +19,7 @@ from support.tiny_gguf import (
     torch_equal,
     write_gguf,
 )
+from support.tiny_models import CHAT_TEMPLATE
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +88,21 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(file: Path) -> N
     assert load_tokenizer("tiny.gguf").chat_template == "{{ messages[0]['content'] }}"
 
 
+def test_a_file_of_the_size_and_time_of_another_is_another(file: Path) -> None:
+    os.utime(file, ns=(1, 1))
+    before = find_model("tiny.gguf", print)[0]
+    write_gguf(file.with_name("new"), tiny_qwen2(), **{"tokenizer.chat_template": CHAT_TEMPLATE.upper()})
+    os.utime("new", ns=(1, 1))
+    assert os.path.getsize("new") == file.stat().st_size
+    os.replace("new", file)
+    assert find_model("tiny.gguf", print)[0] != before
+
+
+def test_a_file_without_an_output_layer_has_that_of_its_embedding(file: Path) -> None:
+    model = load_model(str(write_gguf(file, tiny_qwen2(), without="lm_head.weight"))).model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
 def test_indexing_a_folder_tells_that_the_file_is_converted(file: Path) -> None:
     (file.parent / "notes").mkdir()
     (file.parent / "notes" / "a.txt").write_text(TEXT)
@@ -137,6 +154,13 @@ def test_an_index_names_its_file_and_is_opened_without_it_being_named(file: Path
         ({"qwen2.rope.scaling.type": "yarn"}, r"scales its positions \(RoPE\), which transformers' reader"),
         ({"qwen2.attention.sliding_window": 7}, "has qwen2.attention.sliding_window = 7, which transformers reads as"),
         ({"qwen2.attention.key_length": 24}, "has qwen2.attention.key_length = 24, which transformers reads as 16"),
+        ({"qwen2.rope.scaling.factor": 4.0}, r"scales its positions \(RoPE\), which transformers' reader"),
+        ({"qwen2.rope.scale_linear": 4.0}, r"scales its positions \(RoPE\), which transformers' reader"),
+        ({"qwen2.rope.dimension_count": 8}, "has qwen2.rope.dimension_count = 8, which transformers reads as 16"),
+        ({"qwen2.final_logit_softcapping": 3.0}, "has qwen2.final_logit_softcapping = 3.0, which transformers reads"),
+        ({"qwen2.attention.causal": False}, "lets tokens attend to later tokens; choose a model that generates text"),
+        ({"without": "model.norm.weight"}, r"lacks 1 weights of its architecture \(the first: model.norm.weight\)"),
+        ({"more": {"blk.1.attn_output.bias": np.ones(64, np.float32)}}, "has 126,720 values in its tensors, of which"),
         ({"general.architecture": "mine"}, "cannot be read as a GGUF file: "),
     ],
 )

@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.causal_families import tiny_config
 from support.reference import assert_close
 from support.tiny_models import FAMILIES, POSITIONS, save_tiny
 from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, PhimoeConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from sparsekv.formats.errors import UsageError
@@ -74,9 +76,30 @@ def test_gemma3_is_stretched_where_attention_is_full(tmp_path: Path) -> None:
         assert stretched[-1] < 0.6 * frequencies(folder, None, "full_attention_inv_freq")[-1]
 
 
+def test_a_model_whose_config_leaves_out_the_size_of_a_head_is_stretched() -> None:
+    config, plain = tiny_config("mixtral"), MixtralRotaryEmbedding(tiny_config("mixtral"))
+    assert config.head_dim is None
+    RopeScaling.parse("yarn:4").stretch(config)
+    assert_close(MixtralRotaryEmbedding(config).inv_freq[-1], plain.inv_freq[-1] / 4, 1e-6)
+
+
+def test_layers_with_a_theta_of_their_own_are_stretched() -> None:
+    """But not those without RoPE."""
+    config = tiny_config("granite_swa")
+    config.layer_rope_theta[0] = 0.0
+    RopeScaling.parse("dynamic:4").stretch(config)
+    assert config.rope_parameters["rope_theta"] > 10_000
+    assert config.layer_rope_theta == [0.0, *[config.rope_parameters["rope_theta"]] * 3]
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [(GPT2Config(), "gpt2 model has no rotary positions"), (FAMILIES["gpt-oss"]().config, "scaled already .yarn")],
+    [
+        (GPT2Config(), "gpt2 model has no rotary positions"),
+        (tiny_config("granitemoehybrid"), "granitemoehybrid model has no rotary positions"),
+        (tiny_config("zamba2"), "zamba2 model has no rotary positions"),
+        (FAMILIES["gpt-oss"]().config, "scaled already .yarn"),
+    ],
 )
 def test_positions_that_cannot_be_stretched_are_refused(config: PreTrainedConfig, reason: str) -> None:
     with pytest.raises(UsageError, match=f"{reason}.*; leave the option out, or give --model the index's own"):

@@ -20,10 +20,12 @@ def _drawn(rows: int, stored: int, own: int, channels: int, dtype: torch.dtype) 
 
 
 def _exact(query: torch.Tensor, keys: torch.Tensor, own: torch.Tensor, seen: torch.Tensor, weights: torch.Tensor,
-           scale: float, softcap: float | None) -> torch.Tensor:  # fmt: skip
+           scale: float, softcap: float | None, sink: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
     logits = query.double() @ torch.cat([keys, own]).double().T * scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logits[:, len(keys) :][torch.arange(len(own)) >= seen[:, None]] = -torch.inf
+    if sink is not None:
+        logits = torch.cat([logits, sink.double().expand(len(query), 1)], -1)
     return weights.double() @ logits.softmax(-1)[:, : len(keys)]
 
 
@@ -34,23 +36,44 @@ CASES = pytest.mark.parametrize(
 )
 
 
+SINKS = pytest.mark.parametrize("sink", [None, torch.tensor(3.0, dtype=torch.bfloat16)], ids=["", "sink"])
+
+
 @CASES
+@SINKS
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_the_definition(
-    rows: int, stored: int, own: int, channels: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    stored: int,
+    own: int,
+    channels: int,
+    softcap: float | None,
+    sink: torch.Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(definition, "LOGITS_AT_ONCE", 2000)  # several queries at a time, and not all
     drawn = _drawn(rows, stored, own, channels, torch.float32)
-    found = attention_shares.reference(*drawn, channels**-0.5, softcap)
-    assert_close(found, _exact(*drawn, channels**-0.5, softcap), 1e-5)
+    found = attention_shares.reference(*drawn, channels**-0.5, softcap, sink)
+    assert_close(found, _exact(*drawn, channels**-0.5, softcap, sink), 1e-5)
 
 
 @CASES
+@SINKS
 @pytest.mark.thinned
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_kernels(rows: int, stored: int, own: int, channels: int, softcap: float | None, dtype: torch.dtype) -> None:
+def test_kernels(
+    rows: int,
+    stored: int,
+    own: int,
+    channels: int,
+    softcap: float | None,
+    sink: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
     drawn = _drawn(rows, stored, own, channels, dtype)
     with poisoned_memory():
-        found = attention_shares_triton(*(one.to(DEVICE) for one in drawn), channels**-0.5, softcap).cpu()
-    assert_close(found, _exact(*drawn, channels**-0.5, softcap), 2e-5)
+        on_device = None if sink is None else sink.to(DEVICE)
+        tensors = (one.to(DEVICE) for one in drawn)
+        found = attention_shares_triton(*tensors, channels**-0.5, softcap, on_device).cpu()
+    assert_close(found, _exact(*drawn, channels**-0.5, softcap, sink), 2e-5)
