@@ -43,7 +43,7 @@ SPARSEKV = [sys.executable, "-c", "from sparsekv.cli.main import main; main()"]
 TASKS = (
     *(f"niah-{name}" for name in ("facts", "multikey", "multikey-2", "multikey-3", "multivalue", "multiquery")),
     *(f"scbench-{name}" for name in ("kv", "prefix-suffix", "mf", "many-shot", "vt")),
-    *("vt", "cwe", "fwe"),
+    *("niah-semantic", "multi-hop", "sums", "vt", "cwe", "fwe"),
 )
 METHODS = ("codes", "multipole", "squeezed", "csattention", "pqcache", "quest", "oracle", "window")
 BUDGETS = ("1.5%", "5%")

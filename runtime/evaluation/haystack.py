@@ -305,7 +305,7 @@ class Needles(DrawnTask):
         drawn.shuffle(needles)
         offset, of = (number, request.contexts) if self.alone else (0, len(needles))
         placed = [(request.depth(offset + n, of), needle) for n, needle in enumerate(needles)]
-        text = _hide(rotated(sentences(request.text), drawn), placed, request, self.wording.introduction, self.name)
+        text = hide(rotated(sentences(request.text), drawn), placed, request, self.wording.introduction, self.name)
         asked = [[key] for key in keys] if self.asked == 1 else [drawn.sample(keys, self.asked) for _ in keys]
         return Context(
             task=self.name,
@@ -316,7 +316,12 @@ class Needles(DrawnTask):
         )
 
 
-def _hide(units: list[str], needles: list[tuple[float, str]], request: Request, introduction: str, name: str) -> str:
+def hide(units: list[str], needles: list[tuple[float, str]], request: Request, introduction: str, name: str) -> str:
+    """Return the introduction and as many of the units as fit the request's length, with needles at their depths.
+
+    `name` is the task's name for the errors of `fill`, which are raised.
+    """
+
     def render(some: list[str]) -> str:
         return introduction + " ".join(insert(some, needles))
 
@@ -497,11 +502,7 @@ class VariableTracking(DrawnTask):
                 (depth, f"VAR {name} = {source}.")
                 for depth, name, source in zip(depths, names_here, sources, strict=False)
             ]
-
-        def render(some: list[str]) -> str:
-            return INTRODUCTION + " ".join(insert(some, needles))
-
-        text = render(fill(rotated(sentences(request.text), drawn), render, request.count, request.length, self.name))
+        text = hide(rotated(sentences(request.text), drawn), needles, request, INTRODUCTION, self.name)
         questions = [
             Question(
                 text=ASK.format(value=value),

@@ -138,6 +138,11 @@ def _is_number(found: str, expected: str) -> bool:
     return float(found) == float(expected) if "." in expected else int(float(found)) == int(expected)
 
 
+def has_number(answer: str, question: Question) -> float:
+    """Compute 1 if an expected number is among the answer's whole numbers, not only part of another number, else 0."""
+    return float(any(expected in re.findall(r"\d+", answer) for expected in question.answers))
+
+
 def option(answer: str, question: Question) -> float:
     """Compute SCBench's score of a multiple choice: 1 or 0. The expected answers are the option's text and its letter.
 
@@ -195,6 +200,7 @@ METRICS = {
     "choice": Metric(choice),
     "substring": Metric(substring),
     "number": Metric(number),
+    "has-number": Metric(has_number),
     "option": Metric(option),
     "same-start": Metric(same_start, of_dense=True),
     "perplexity": Metric(_unscored, math.exp, "", continuation=True),

@@ -13,6 +13,7 @@ from support.python_help import BY_NAME
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.evaluation.haystack import Needles, NeedlesAlone, nearest
+from sparsekv.runtime.evaluation.linked import LinkedFacts
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.published import cut_note
 from sparsekv.runtime.evaluation.scbench import ItemList
@@ -21,6 +22,7 @@ from sparsekv.runtime.evaluation.tasks import Context, tasks
 NEEDLES = [name for name, task in tasks().items() if isinstance(task, Needles)]
 ALONE = [name for name, task in tasks().items() if isinstance(task, NeedlesAlone)]
 LISTS = [name for name, task in tasks().items() if isinstance(task, ItemList)]
+LINKED = [name for name, task in tasks().items() if isinstance(task, LinkedFacts)]
 NEEDLE = r"(?:One of the special magic numbers for ([a-z]+-[a-z]+) is:|The ([A-Za-z ]+) is) (\d{7})\."
 SEEDED = [name for name in tasks() if name != "qa"]  # a person's questions are the same under any seed
 
@@ -160,7 +162,7 @@ def test_chains_of_variables_can_be_followed(name: str, chains: int) -> None:
             assert len(question.answers) == 5
 
 
-@pytest.mark.parametrize("name", [*LISTS, "scbench-vt"])
+@pytest.mark.parametrize("name", [*LISTS, *LINKED, "scbench-vt"])
 def test_a_scorer_finds_the_right_answers_and_no_others(name: str) -> None:
     for context in tasks()[name].make(request(questions=5)):
         right = {question: f" {', '.join(question.answers)}." for question in context.questions}
