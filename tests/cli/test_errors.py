@@ -83,7 +83,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (
             ("generate", "Why?", "--schedule", "0.1-step-4", "--method", "auto"),
             2,
-            ("--schedule 0.1-step-4: multipole has no --step; give --budget 0.1 instead\n",),
+            ("--schedule 0.1-step-4: multipole has no --step; give --budget 0.1 instead",),
         ),
         (
             ("generate", "Why?", "--schedule", "0.1-step-4", "--method", "dense"),

@@ -300,7 +300,7 @@ def test_a_questions_own_prefill_changes_answers_but_not_dense_attentions(
 def published(tmp_path: Path) -> Path:
     text = DOCUMENT
     records = [
-        {"context": text[:40_000], "questions": ["What is an assert?", "What is a name?"], "answers": ["a", ["b", "c"]]}
+        {"context": text[:40_000], "questions": ["What is an assert?", "What is a name?"], "answers": ["d", ["b", "c"]]}
     ]
     path = tmp_path / "published.jsonl"
     path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")

@@ -29,7 +29,7 @@ def test_a_servers_setting(method: Any, budget: Any, setting: DecodeSetting | No
 @pytest.mark.parametrize(
     ("method", "budget", "said"),
     [
-        ("code", None, "no \"method\" 'code'; use one that the indices were built with \\(codes, "),
+        ("code", None, "no \"method\" 'code'; use one of codes, "),
         (["codes"], None, "no \"method\" \\['codes'\\]"),
         ("dense", None, "no \"method\" 'dense'"),
         ("codes", "7x", '"budget" 7x is not a budget'),
