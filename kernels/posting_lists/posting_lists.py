@@ -180,6 +180,11 @@ class Lookup:
     nearest: torch.Tensor
     share: torch.Tensor
 
+    @property
+    def reads(self) -> torch.Tensor:
+        """Mask [Hk, m, R, T] bool of the lists that are read: those with a share, which a fitted weight may negate."""
+        return self.share != 0
+
 
 def cosines(tables: Tables, query: torch.Tensor) -> torch.Tensor:
     """Compute the cosines [Hk, m, R, C] of queries [Hk, R, D], cut into subspaces, with each subspace's centroids."""
@@ -277,7 +282,7 @@ def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tenso
 def centroids_used(tables: Tables, lookup: Lookup, together: int) -> torch.Tensor:
     """Count the lists [Hk, R / together] that each `together` consecutive queries read; a shared list counts once."""
     Hk, parts, R, places = lookup.nearest.shape
-    read = (lookup.share > 0).transpose(1, 2).reshape(Hk, R // together, together, parts, places)
+    read = lookup.reads.transpose(1, 2).reshape(Hk, R // together, together, parts, places)
     numbers = lookup.nearest.transpose(1, 2).reshape(read.shape)
     used = torch.zeros(Hk, R // together, parts, tables.centroids.shape[2], device=read.device)
     for place in range(places):

@@ -64,7 +64,8 @@ class LessIsMoreSelector(SharingSelector):
 
     def best(self, order: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the most recent tokens, followed by the best of the other tokens: `tokens` tokens in all."""
-        middle, others = order.shape[-1], int(tokens * (1 - self.recent_share))
+        # The product is rounded first, because 10 * (1 - 0.8) is slightly less than 2.
+        middle, others = order.shape[-1], int(round(tokens * (1 - self.recent_share), 6))
         if self.recent_share < 1:
             others = max(1, others)
         oldest_recent = middle - (tokens - others)

@@ -30,6 +30,7 @@ from sparsekv.runtime.selection.interface import (
 from sparsekv.runtime.selection.registry import methods
 
 MOST_BITS = 15  # a code is a non-negative int16
+MOST_TABLES = 2**15 - 1  # collisions are counted in int16
 LARGEST_SEED = 2**31 - 1
 LAYERS_APART = 1_000_003  # added to the seed for each layer, whose projections must differ; a seed has 32 bits
 TABLES_AT_ONCE = 8  # tables per matrix product; the product with one table's K columns would be slow
@@ -52,6 +53,8 @@ class MagicPIG(Method):
             raise UsageError(f"--hash-bits {self.hash_bits}: give a number from 1 to {MOST_BITS}")
         if self.hash_tables < 2:
             raise UsageError(f"--hash-tables {self.hash_tables}: give at least 2, because a token must be found in two")
+        if self.hash_tables > MOST_TABLES:
+            raise UsageError(f"--hash-tables {self.hash_tables}: give at most {MOST_TABLES:,}, such as 150")
         if not 0 <= self.hash_seed <= LARGEST_SEED:
             raise UsageError(f"--hash-seed {self.hash_seed}: give a number from 0 to {LARGEST_SEED}")
 

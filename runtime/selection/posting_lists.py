@@ -263,7 +263,8 @@ class TableSelector(Selector):
         named = torch.zeros(Hk, Q * G, self.tables.keys, dtype=torch.bool, device=queries.query.device)
         for part in range(lookup.nearest.shape[1]):
             for place in range(lookup.nearest.shape[3]):
-                named.scatter_(-1, estimate_part(self.tables, lookup, part, place, self.scoring).tokens, True)
+                tokens = estimate_part(self.tables, lookup, part, place, self.scoring).tokens
+                named.scatter_(-1, tokens, named.gather(-1, tokens) | lookup.reads[:, part, :, place, None])
         by_group: torch.Tensor = named.unflatten(1, (Q, G)).any(2)
         return by_group
 

@@ -18,7 +18,7 @@ from sparsekv.kernels.clusters.cluster_choice import choose_listed, open_cluster
 from sparsekv.kernels.clusters.types import EXPONENT_BITS, Children
 from sparsekv.kernels.codes.types import HEADROOM, IN_WORD, LEVELS
 from sparsekv.kernels.kmeans.kmeans import nearest_centres
-from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, ListCodes, unpacked
+from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, ListCodes, cosines, unpacked
 from sparsekv.kernels.posting_lists.types import LARGEST, ExactKeys
 from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_keys
 from sparsekv.runtime.cache.kv_store import LayerRows
@@ -179,6 +179,9 @@ def by_codes(selector: Selector, layer: Layer) -> Ways:
 def by_lists(selector: Selector, layer: Layer) -> Ways:
     """By posting lists in four bits, and by exact logits of all keys."""
     assert isinstance(selector, TableSelector)
+    asked = Queries(layer.query, lambda: layer.positions, lambda: layer.beside, joint=False)
+    told = f"of the lists that are read with backoff {selector.backoff}"
+    expect(torch.equal(selector.covered(asked), in_lists_read(selector, layer.query)), "covered tokens", told)
     if selector.backoff is not None:
         return
     query, tokens, keys = layer.query, layer.tokens, layer.keys
@@ -198,6 +201,19 @@ def by_lists(selector: Selector, layer: Layer) -> Ways:
         ranked = reranked(exact, totals, tokens)[:, t]
         # The estimated log-sum-exps, which weigh the query heads, are of the rounded slopes.
         yield Choice("the reranked lists", ranked, held_by(ranked, again), tokens, unclear[:, t])
+
+
+def in_lists_read(selector: TableSelector, query: torch.Tensor) -> torch.Tensor:
+    """Mask [Hk, T, M] of the tokens in the lists that queries [Hk, G, T, D] read: where they back off, in two lists."""
+    tables, backoff, (_, G, T, _) = selector.tables, selector.backoff, query.shape
+    near = cosines(tables, query.transpose(1, 2).flatten(1, 2))
+    best = near.topk(1 if backoff is None else min(2, near.shape[-1]), -1)
+    reads = torch.zeros_like(near).scatter_(-1, best.indices[..., :1], 1.0)
+    if backoff is not None:
+        reads.scatter_(-1, best.indices[..., 1:], (best.values[..., :1] < backoff).float())
+    lists = near.new_zeros(*tables.tokens.shape[:3], tables.keys)
+    lists.scatter_(-1, tables.tokens.long() - tables.first_token, 1.0)
+    return (torch.einsum("hmrc,hmcn->hrn", reads, lists) > 0).unflatten(1, (T, G)).any(2)
 
 
 def listed_products(query: torch.Tensor, lists: ListCodes) -> tuple[torch.Tensor, torch.Tensor]:

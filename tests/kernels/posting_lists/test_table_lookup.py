@@ -120,8 +120,8 @@ def test_weights_multiply_the_subspaces() -> None:
 @properties
 @given(seed=st.integers(0, 10**6), together=st.sampled_from([1, 2, 3, 6]))
 def test_a_list_that_several_queries_read_counts_once(seed: int, together: int) -> None:
-    tables = tabled_layer().tables
-    lookup = look_up(tables, normal(seed, 2, 6, 16), 0.8)
+    tables, weights = tabled_layer().tables, torch.tensor([[1.0, -0.5, 1.0, 0.0], [2.0, 1.0, -1.0, 1.0]])
+    lookup = look_up(tables, normal(seed, 2, 6, 16), 0.8, weights)
     used = centroids_used(tables, lookup, together)
     for head in range(2):
         for group in range(6 // together):

@@ -165,6 +165,21 @@ def test_backed_off_lookups_read_two_lists_as_calibrated() -> None:
     assert sums[0] < sums[1] < sums[2]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_second_list_covers_tokens_only_where_it_is_read(share: float) -> None:
+    tabled = tabled_layer()
+    (layer, tables), (Hk, G, Q, _) = (tabled.layer, tabled.tables), tabled.layer.queries.shape
+    selector = CSAttention(backoff=share).prepare(layer.context)
+    best = cosines(tables, layer.queries.flatten(1, 2)).topk(2, -1)
+    named = torch.zeros(Hk, Q, tables.keys, dtype=torch.bool)
+    for head, part, group, query in torch.cartesian_prod(*(torch.arange(size) for size in (Hk, 4, G, Q))):
+        row = group * Q + query
+        lists = 1 if selector.backoff is None or best.values[head, part, row, 0] >= selector.backoff else 2
+        for nearest in best.indices[head, part, row, :lists]:
+            named[head, query, tables.tokens[head, part, nearest].long() - tables.first_token] = True
+    assert torch.equal(selector.covered(as_queries(layer.queries)), named)
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 8, 20])
 def test_between_searches_the_same_tokens_stay_chosen(step: int) -> None:
     layer = tabled_layer().layer

@@ -208,7 +208,8 @@ def test_the_codes_and_the_mean_key_are_read(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("hash_bits", 0), ("hash_bits", 16), ("hash_tables", 1), ("hash_seed", -1)]
+    ("option", "value"),
+    [("hash_bits", 0), ("hash_bits", 16), ("hash_tables", 1), ("hash_tables", 32_768), ("hash_seed", -1)],
 )
 def test_tables_that_cannot_be_are_refused(option: str, value: int) -> None:
     with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} {value}: give"):
