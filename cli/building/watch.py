@@ -99,14 +99,14 @@ class _Changes:
     def __init__(self, targets: Sequence[Target]):
         names = [name for target in targets for name in target.joined or (target.document,)]
         self._indices = [os.path.join(os.path.abspath(target.folder), "") for target in targets]
-        self._folders, self._files = set[str](), set[str]()
+        self._folders, self._named, self._files = set[str](), set[str](), set[str]()
         for name in map(os.fspath, names):
             if os.path.isdir(name):
                 self._folders.add(os.path.abspath(name))
             elif is_glob(name):
                 self._folders.add(os.path.abspath(folder_of_glob(name)))
             else:
-                self._files.add(os.path.abspath(name))
+                self._named.add(os.path.abspath(name))
         self._streams: list[Generator[set[FileChange], None, None]] = []
         self._seen: list[object] = []
         self._open()
@@ -133,7 +133,7 @@ class _Changes:
     def _open(self) -> None:
         from watchfiles import watch
 
-        self._seen = self._identities()
+        self._files, self._seen = self._places(), self._identities()
         parents = {os.path.dirname(path) for path in self._files}
         ways = (self._folders, self._counts_below, True), (parents, self._is_named, False)
         for paths, counts, recursive in ways:
@@ -159,10 +159,18 @@ class _Changes:
                     "fs.inotify.max_user_watches"
                 ) from None
 
+    def _places(self) -> set[str]:
+        """Return the paths of the documents that are files, with links in their folders resolved. A document that is
+        itself a link has two paths: its own, and that of the file that it leads to."""
+        own = {os.path.join(os.path.realpath(os.path.dirname(one)), os.path.basename(one)) for one in self._named}
+        return own | set(map(os.path.realpath, self._named))
+
     def _identities(self) -> list[object]:
-        """Return device and inode of each watched folder; None for a folder that does not exist."""
-        paths = sorted({*self._folders, *(os.path.dirname(path) for path in self._files)})
-        return [_identity(path) for path in paths]
+        """Return the path of each watched file, and device and inode of each watched folder; None for a folder that
+        does not exist."""
+        files = sorted(self._places())
+        folders = sorted({*self._folders, *map(os.path.dirname, files)})
+        return [*files, *map(_identity, folders)]
 
     def _counts_below(self, change: object, path: str) -> bool:
         """Whether a changed path below a watched folder may matter to a document.

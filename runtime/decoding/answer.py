@@ -84,14 +84,19 @@ class Streamer(TextStreamer):
                 self.on_text(text)
 
 
+def own_endings(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the EOS tokens of a model's `generation_config`."""
+    ends = model.generation_config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
 def ending_tokens(index: OpenIndex) -> set[int]:
     """Return the ids of the EOS tokens, which end an answer: those of the model's `generation_config`.
 
     If the index has a chat frame, the chat template's end-of-turn token is an EOS token too. Without this token the
     model would continue with invented turns.
     """
-    ends = index.model.generation_config.eos_token_id
-    found = {ends} if isinstance(ends, int) else set(ends or ())
+    found = own_endings(index.model)
     if index.artifact.manifest.prompt.chat is None or (end := end_of_turn(index.tokenizer)) is None:
         return found
     return found | {end}

@@ -28,7 +28,7 @@ from sparsekv.formats.models.rope import positions_after, positions_of, stretch_
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import divides_questions
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.answer import known_ids
+from sparsekv.runtime.decoding.answer import known_ids, own_endings
 from sparsekv.runtime.decoding.engine import (
     Engine,
     PrefilledQuestion,

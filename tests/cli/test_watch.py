@@ -108,8 +108,11 @@ def test_an_edit_during_a_build_is_indexed_after_it(place: Path) -> None:
 
 def test_an_error_is_told_and_the_next_save_is_indexed(place: Path) -> None:
     text = (place / "doc.txt").read_text()
+    (place / "elsewhere").mkdir()
+    linked = (place / "doc.txt").rename(place / "elsewhere" / "doc.txt")
+    (place / "doc.txt").symlink_to(linked)
     with _watching(place, "doc.txt") as watched:
-        (place / "doc.txt").write_bytes(b"\x89PNG\r\n\0\0\xff")
+        linked.write_bytes(b"\x89PNG\r\n\0\0\xff")
         assert "doc.txt" in (told := watched.until_watching())
         assert "is not" in told
         (place / "doc.txt").unlink()
