@@ -17,7 +17,6 @@ from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, Question
 from sparsekv.runtime.benchmark.faster_attention import Choice
 from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer
 from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import MethodSpec
 
 
@@ -177,19 +176,9 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
         "guard": None if config.guard is None else config.guard.share,
         "ahead": config.ahead,
         "lossless": config.lossless,
-        "code": _code(config),
+        "code": config.code,
         **more,
     }
-
-
-def _code(config: DecodeConfig) -> str | None:
-    """Return the checksums of other packages whose methods answer or prefill questions; None if there are none.
-
-    --resume thereby refuses answers by another version of such a package.
-    """
-    used = (one.method for one in (config.attention, config.question) if isinstance(one, MethodSpec | QuestionPrefill))
-    codes = (code_of(type(one)) for one in used)
-    return " ".join(one for one in codes if one is not None) or None
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:

@@ -44,7 +44,6 @@ from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant
 from sparsekv.runtime.evaluation.tasks import Context, Question
-from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 
@@ -437,7 +436,7 @@ class _Asking:
         comparison, (model, tokenizer) = self.comparison, self.comparison.identity
         method = comparison.methods.get(way.method)
         parameters = comparison.builder.parameters
-        code = None if method is None else code_of(type(method))
+        code, is_scored = self._config(way).code, METRICS[question.metric].continuation
         return {
             "version": version("sparsekv"),
             "model": [model.config_hash, model.weights_hash, model.adapter, model.quantisation],
@@ -448,7 +447,8 @@ class _Asking:
             **comparison.builder.decides(self.prefill),
             "question_prefill": self._question_prefill(method is not None),
             "question": hash_tokens(self._question_ids[question].tolist()),
-            "kind": [METRICS[question.metric].continuation, comparison.longest(question)],
+            "kind": [is_scored, comparison.longest(question)],
+            **({} if is_scored else {"ends": sorted(own_endings(comparison.loaded.model))}),
             "way": way.record(),
             "share": way.budget is not None and way.budget.is_share,
             "method": None if method is None else asdict(method),

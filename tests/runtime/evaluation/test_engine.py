@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import Builder
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import prefills
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.decoding.sampling import Sampling
@@ -101,6 +102,33 @@ def test_a_resumed_run_prefills_only_the_questions_that_are_left(loaded: LoadedM
     results, passes = _prefilled(_comparison(loaded, ("quest",)), CONTEXT, tmp_path)
     assert passes == [0, 0, 1]
     assert len(results) == len(TEXTS) * (1 + len(BUDGETS))
+
+
+def test_answers_that_end_elsewhere_are_generated_anew(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corrected `generation_config.json` leaves weights and tokenizer as they are."""
+    before, passes = _prefilled(_comparison(loaded, ()), CONTEXT, tmp_path)
+    assert passes == [1] * len(TEXTS)
+    own, end = loaded.model.generation_config.eos_token_id, loaded.tokenizer(before[0].given.text[0])["input_ids"][-1]
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [own, end])
+    after, passes = _prefilled(_comparison(loaded, ()), CONTEXT, tmp_path)
+    assert passes == [1] * len(TEXTS)
+    assert len(after[0].given.text) < len(before[0].given.text)
+
+
+def test_an_edited_package_that_prefills_questions_answers_anew(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "edited_package.py"
+    source.write_text("from sparsekv.runtime.selection.registry import methods\nclass Asked(methods()['quest']): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = import_module("edited_package").Asked()
+    comparison = _comparison(loaded, ("quest",), question=QuestionPrefill("quest", asked, Budget(40)))
+    assert all(_prefilled(comparison, CONTEXT, tmp_path)[1])
+    assert not any(_prefilled(comparison, CONTEXT, tmp_path)[1])
+    source.write_text(f"{source.read_text()}# edited\n")
+    assert _prefilled(comparison, CONTEXT, tmp_path)[1] == [len(BUDGETS)] * len(TEXTS)
 
 
 def test_only_as_many_tokens_of_questions_are_kept_as_the_limit_allows(
