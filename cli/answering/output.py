@@ -15,7 +15,8 @@ from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.benchmark.faster_attention import Choice
-from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer
+from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, ending_tokens
+from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.selection.interface import MethodSpec
 
@@ -77,6 +78,12 @@ class Output:
         of_batch, stats = options.batch_file is not None, options.with_stats
         about = config, sampling, options.as_json, of_batch, stats, options.quiet, settings, resumed
         return cls(*about, sources=bool(shown), choice=choice)
+
+    def note_eos_tokens(self, index: OpenIndex) -> None:
+        """Add the EOS tokens to the settings, once the model is loaded. Raises the errors of `check_eos_tokens`."""
+        self.settings["eos_tokens"] = sorted(ending_tokens(index))
+        if self.resumed is not None:
+            self.resumed.check_eos_tokens(self.settings["eos_tokens"])
 
     @property
     def done(self) -> Sequence[str]:

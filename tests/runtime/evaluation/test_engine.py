@@ -121,7 +121,7 @@ def test_an_edited_package_that_prefills_questions_answers_anew(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "edited_package.py"
-    source.write_text("from sparsekv.runtime.selection.registry import methods\nclass Asked(methods()['quest']): pass\n")
+    source.write_text("from sparsekv.runtime.methods.quest import Quest\nclass Asked(Quest): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     asked = import_module("edited_package").Asked()
     comparison = _comparison(loaded, ("quest",), question=QuestionPrefill("quest", asked, Budget(40)))
