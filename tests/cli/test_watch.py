@@ -106,6 +106,17 @@ def test_an_edit_during_a_build_is_indexed_after_it(place: Path) -> None:
         assert read_manifest(place / "notes.skv").prompt.text_sha256 == wanted
 
 
+def test_a_document_that_becomes_a_folder_is_watched_as_one(place: Path) -> None:
+    with _watching(place, "later", "doc.txt") as watched:
+        assert "no such file: later" in watched.told.read_text()
+        (place / "later").mkdir()
+        file, index = place / "later" / "a.md", place / "later.skv"
+        for words in ("A new file. " * 30, "A new file. " * 30 + "An edit of it. "):
+            file.write_text(words)
+            watched.until((index / "manifest.json").exists)
+            watched.until(lambda: _sums(index) == {"a.md": hash_bytes(file.read_bytes())})
+
+
 def test_an_error_is_told_and_the_next_save_is_indexed(place: Path) -> None:
     text = (place / "doc.txt").read_text()
     (place / "elsewhere").mkdir()
