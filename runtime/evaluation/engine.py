@@ -255,6 +255,14 @@ def indexable(comparison: Comparison, contexts: list[Context]) -> tuple[list[Con
 
 
 INDICES = "indices"
+LOGIT_FIELDS = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
+"""Config fields that change a model's logits and so losses, but not the order of the logits, nor keys and values."""
 DENSELY = {"name": DENSE, "method": None, "budget": asdict(Budget.parse(QUESTION_BUDGET)), "chunk_size": 128}
 
 
@@ -448,7 +456,7 @@ class _Asking:
             "question_prefill": self._question_prefill(method is not None),
             "question": hash_tokens(self._question_ids[question].tolist()),
             "kind": [is_scored, comparison.longest(question)],
-            **({} if is_scored else {"ends": sorted(own_endings(comparison.loaded.model))}),
+            **(self._scaled if is_scored else {"ends": sorted(own_endings(comparison.loaded.model))}),
             "way": way.record(),
             "share": way.budget is not None and way.budget.is_share,
             "method": None if method is None else asdict(method),
@@ -456,6 +464,13 @@ class _Asking:
             "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},
             **comparison.builder.sample_of(way.method),
         } | ({"together": [comparison.together, self._beside]} if self._shares(question, method) else {})
+
+    @cached_property
+    def _scaled(self) -> dict[str, Any]:
+        """The config's values of LOGIT_FIELDS; a field without a value is left out."""
+        config = self.comparison.loaded.model.config.get_text_config()
+        found = {name: getattr(config, name, None) for name in LOGIT_FIELDS}
+        return {name: value for name, value in found.items() if value is not None}
 
     @cached_property
     def _beside(self) -> str:

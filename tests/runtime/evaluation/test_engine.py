@@ -117,6 +117,18 @@ def test_answers_that_end_elsewhere_are_generated_anew(
     assert len(after[0].given.text) < len(before[0].given.text)
 
 
+def test_losses_of_other_logits_are_measured_anew(tmp_path: Path) -> None:
+    """A soft cap of the logits changes no keys, values or greedy answers."""
+    loaded = small_model("gemma2")
+    asked = replace(CONTEXT, questions=(Question("", (TEXT[300:340],), "perplexity", LONGEST),))
+    losses = []
+    for cap in (30.0, 30.0, 0.01):
+        loaded.model.config.final_logit_softcapping = cap
+        (result,) = evaluate(_comparison(loaded, (), keep=False), [asked], tmp_path, lambda stage, done, of: None)
+        losses.append(result.given.loss)
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_an_edited_package_that_prefills_questions_answers_anew(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
