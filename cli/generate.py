@@ -64,6 +64,7 @@ def generate(options: GenerateOptions) -> None:
     named = options.model, options.device, options.dtype
     load = partial(load_for, artifact, *named, quiet=options.quiet, weights=options.weights)
     opened = load(hold=config.placement == "device", loaded_in=times.loaded, ranks=ranks, early=early)
+    output.note_eos_tokens(opened)
     asked = questions.encode(opened)[len(output.done) :]
     schedule = Schedule.open(opened, config, sampling, asked, at_once, ranks, options.sources or 0)
     note_small_budgets([config.budget], quiet=options.quiet)

@@ -15,9 +15,9 @@ from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.benchmark.faster_attention import Choice
-from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer
+from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, ending_tokens
+from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import MethodSpec
 
 
@@ -78,6 +78,12 @@ class Output:
         of_batch, stats = options.batch_file is not None, options.with_stats
         about = config, sampling, options.as_json, of_batch, stats, options.quiet, settings, resumed
         return cls(*about, sources=bool(shown), choice=choice)
+
+    def note_eos_tokens(self, index: OpenIndex) -> None:
+        """Add the EOS tokens to the settings, once the model is loaded. Raises the errors of `check_eos_tokens`."""
+        self.settings["eos_tokens"] = sorted(ending_tokens(index))
+        if self.resumed is not None:
+            self.resumed.check_eos_tokens(self.settings["eos_tokens"])
 
     @property
     def done(self) -> Sequence[str]:
@@ -177,19 +183,9 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
         "guard": None if config.guard is None else config.guard.share,
         "ahead": config.ahead,
         "lossless": config.lossless,
-        "code": _code(config),
+        "code": config.code,
         **more,
     }
-
-
-def _code(config: DecodeConfig) -> str | None:
-    """Return the checksums of other packages whose methods answer or prefill questions; None if there are none.
-
-    --resume thereby refuses answers by another version of such a package.
-    """
-    used = (one.method for one in (config.attention, config.question) if isinstance(one, MethodSpec | QuestionPrefill))
-    codes = (code_of(type(one)) for one in used)
-    return " ".join(one for one in codes if one is not None) or None
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:

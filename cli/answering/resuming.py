@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -62,6 +62,12 @@ def _differing(name: str, found: Any, value: Any) -> str:
     return f"with {_typed(option, found)}{other}"
 
 
+def _setting(record: dict[str, Any], name: str, missing: Any) -> Any:
+    """Return a field of a line or of its `settings`; `missing` if there is none."""
+    held = record.get("settings")
+    return (record | (held if isinstance(held, dict) else {})).get(name, missing)
+
+
 def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
@@ -79,6 +85,7 @@ def _text(option: str, value: Any) -> str:
 OTHERWISE = {
     "index": "over another index",
     "code": "by another version of the method's package",
+    "eos_tokens": "with other EOS tokens (the model's generation_config.json)",
     "layer_budgets": "with other budgets of single layers (--schedule)",
 }
 """Phrases for messages, by a setting that has no option or whose value is too long for a message."""
@@ -172,19 +179,30 @@ class AnswersFile:
             )
         if question != questions[number - 1]:
             raise UsageError(f"--resume {self.file}: line {number} answers another question; name another file")
-        held = record.get("settings")
-        found = record | (held if isinstance(held, dict) else {})
         for name, value in (setting | self.settings).items():
             # A line that an earlier version wrote lacks the options that did not exist then.
-            before = found.get(name, False if value is False else None)
+            before = _setting(record, name, False if value is False else None)
             if not _same(before, value):
-                other = OTHERWISE.get(name) or _differing(name, before, value)
-                remedy = "give the settings of that line, or name another file"
-                if name == "method" and self.default is not None:
-                    other = f"with --method {before}, and --method auto takes {value} now"
-                    same = "leave --method out" if before == self.default else f"give --method {before}"
-                    remedy = f"{same}, or name another file"
-                raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
+                self._refuse(number, name, before, value)
+
+    def _refuse(self, number: int, name: str, before: Any, value: Any) -> NoReturn:
+        other = OTHERWISE.get(name) or _differing(name, before, value)
+        remedy = "give the settings of that line, or name another file"
+        if name == "method" and self.default is not None:
+            other = f"with --method {before}, and --method auto takes {value} now"
+            same = "leave --method out" if before == self.default else f"give --method {before}"
+            remedy = f"{same}, or name another file"
+        raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
+
+    def check_eos_tokens(self, tokens: list[int]) -> None:
+        """Raise UsageError if the answer of a line could end at other EOS tokens than these.
+
+        Lines that an earlier version wrote do not have them.
+        """
+        for number, line in enumerate(self.lines, 1):
+            before = _setting(json.loads(line), "eos_tokens", tokens)
+            if before != tokens:
+                self._refuse(number, "eos_tokens", before, tokens)
 
     def begin(self) -> list[str]:
         """Cut the file after its last whole line, and return its lines.

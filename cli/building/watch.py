@@ -97,16 +97,9 @@ class _Changes:
     """
 
     def __init__(self, targets: Sequence[Target]):
-        names = [name for target in targets for name in target.joined or (target.document,)]
+        self._names = [os.fspath(name) for target in targets for name in target.joined or (target.document,)]
         self._indices = [os.path.join(os.path.abspath(target.folder), "") for target in targets]
         self._folders, self._files = set[str](), set[str]()
-        for name in map(os.fspath, names):
-            if os.path.isdir(name):
-                self._folders.add(os.path.abspath(name))
-            elif is_glob(name):
-                self._folders.add(os.path.abspath(folder_of_glob(name)))
-            else:
-                self._files.add(os.path.abspath(name))
         self._streams: list[Generator[set[FileChange], None, None]] = []
         self._seen: list[object] = []
         self._open()
@@ -133,6 +126,7 @@ class _Changes:
     def _open(self) -> None:
         from watchfiles import watch
 
+        self._folders, self._files = self._places()
         self._seen = self._identities()
         parents = {os.path.dirname(path) for path in self._files}
         ways = (self._folders, self._counts_below, True), (parents, self._is_named, False)
@@ -159,10 +153,29 @@ class _Changes:
                     "fs.inotify.max_user_watches"
                 ) from None
 
+    def _places(self) -> tuple[set[str], set[str]]:
+        """Return the paths of the folders and of the files to watch. A name that does not exist may become a file.
+
+        Links in a file's folder are resolved. A file that is itself a link has two paths: its own, and that of the file
+        that it leads to.
+        """
+        folders, files = set[str](), set[str]()
+        for name in self._names:
+            if os.path.isdir(name):
+                folders.add(os.path.abspath(name))
+            elif is_glob(name):
+                folders.add(os.path.abspath(folder_of_glob(name)))
+            else:
+                folder, base = os.path.split(os.path.abspath(name))
+                files |= {os.path.join(os.path.realpath(folder), base), os.path.realpath(name)}
+        return folders, files
+
     def _identities(self) -> list[object]:
-        """Return device and inode of each watched folder; None for a folder that does not exist."""
-        paths = sorted({*self._folders, *(os.path.dirname(path) for path in self._files)})
-        return [_identity(path) for path in paths]
+        """Return the watched paths, and device and inode of each watched folder; None for a folder that does not
+        exist."""
+        folders, files = self._places()
+        watched = sorted({*folders, *map(os.path.dirname, files)})
+        return [sorted(folders), sorted(files), *map(_identity, watched)]
 
     def _counts_below(self, change: object, path: str) -> bool:
         """Whether a changed path below a watched folder may matter to a document.

@@ -9,6 +9,7 @@ import torch
 from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.runtime.attention.guard import Guard, check_estimates_missed
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
+from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Queries, RowSet, Selection, Selector
 from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.selection.token_choice import LayerSharing
@@ -121,6 +122,13 @@ class DecodeConfig:
     def measured(self) -> str:
         """Option that requires measuring the missed mass: `--guard`, `--gauge` or an empty string."""
         return "--guard" if self.guard is not None else "--gauge" if self.gauge else ""
+
+    @property
+    def code(self) -> str | None:
+        """The checksums of other packages whose methods answer or prefill questions; None if there are none."""
+        used = (one.method for one in (self.attention, self.question) if isinstance(one, MethodSpec | QuestionPrefill))
+        codes = (code_of(type(one)) for one in used)
+        return " ".join(one for one in codes if one is not None) or None
 
     def budget_of(self, layer: int) -> Budget:
         return EVERYTHING if layer < self.dense_layers else self.layer_budgets.get(layer, self.budget)

@@ -84,6 +84,12 @@ class Streamer(TextStreamer):
                 self.on_text(text)
 
 
+def own_endings(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the EOS tokens of a model's `generation_config`."""
+    ends = model.generation_config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
 def ending_tokens(index: OpenIndex) -> set[int]:
     """Return the ids of the EOS tokens, which end an answer over an index."""
     return eos_tokens(index.model, index.tokenizer, chat=index.artifact.manifest.prompt.chat is not None)
@@ -95,8 +101,7 @@ def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, ch
     In a chat, the chat template's end-of-turn token is an EOS token too. Without this token the model would continue
     with invented turns.
     """
-    ends = model.generation_config.eos_token_id
-    found = {ends} if isinstance(ends, int) else set(ends or ())
+    found = own_endings(model)
     if not chat or (end := end_of_turn(tokenizer)) is None:
         return found
     return found | {end}

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from support.command import fails, start
 from support.forked import Run
 
+from sparsekv.cli.building.recipe import Target
+from sparsekv.cli.building.watch import _Changes
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.index.manifest import read_manifest
 
@@ -106,10 +109,25 @@ def test_an_edit_during_a_build_is_indexed_after_it(place: Path) -> None:
         assert read_manifest(place / "notes.skv").prompt.text_sha256 == wanted
 
 
+def test_a_name_that_becomes_a_folder_is_watched_as_one(place: Path) -> None:
+    changes = _Changes([Target("later", Path("later.skv"))])
+    Path("later").mkdir()
+    changes.wait()
+    Path("later", "a.md").write_text("New.")
+    waiting = Thread(target=changes.wait, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE / 6)
+    assert not waiting.is_alive()
+    changes.close()
+
+
 def test_an_error_is_told_and_the_next_save_is_indexed(place: Path) -> None:
     text = (place / "doc.txt").read_text()
+    (place / "elsewhere").mkdir()
+    linked = (place / "doc.txt").rename(place / "elsewhere" / "doc.txt")
+    (place / "doc.txt").symlink_to(linked)
     with _watching(place, "doc.txt") as watched:
-        (place / "doc.txt").write_bytes(b"\x89PNG\r\n\0\0\xff")
+        linked.write_bytes(b"\x89PNG\r\n\0\0\xff")
         assert "doc.txt" in (told := watched.until_watching())
         assert "is not" in told
         (place / "doc.txt").unlink()

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,22 @@ def test_answers_of_other_settings_are_not_mixed(other: tuple[str, ...], says: s
     assert refused.code == 2
     assert says in refused.stderr
     assert Path("answers.jsonl").read_text() == lines[0]
+
+
+def test_answers_that_ended_elsewhere_are_not_mixed(place: Path) -> None:
+    """As of a model whose `generation_config.json` was corrected when the first answers did not end."""
+    assert run_here(*ASK, "--json", "--resume", "answers.jsonl").code == 0
+    first = Path("answers.jsonl").read_text().splitlines(keepends=True)[0]
+    shutil.copytree(place / "model", "corrected")
+    settings = Path("corrected", "generation_config.json")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": [0, 80]}))
+    Path("model").unlink()
+    Path("corrected").rename("model")
+    Path("answers.jsonl").write_text(first)
+    refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
+    assert refused.code == 2
+    assert "answers.jsonl: line 1 was answered with other EOS tokens (the model's generation_config" in refused.stderr
+    assert Path("answers.jsonl").read_text() == first
 
 
 def test_what_is_there_already_is_told() -> None:
