@@ -86,9 +86,9 @@ LINKS = {
     "plays golf": ("{name} needed two putts on the last hole.", "On the last hole {name} missed a short putt."),
     "plays basketball": ("{name} made a slam dunk in the NBA.", "In the NBA a slam dunk made {name} famous."),
 }
-"""What a question asks about a person, and the needles that tell it to a reader with common knowledge.
+"""Facts about a person that a question asks for, each with needles from which common knowledge gives the fact.
 
-A needle tells only what its own question asks, and has no word that resembles a word of any question.
+A needle gives only the fact of its own question, and has no word that resembles a word of any question.
 """
 
 PLACES = (

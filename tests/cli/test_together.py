@@ -17,7 +17,7 @@ def rows(*options: str) -> dict[int, dict[str, float]]:
 
 
 def rows_of(*command: str) -> dict[int, dict[str, float]]:
-    """Those that a report prints as JSON, by the number of queries together."""
+    """The rows that a report prints as JSON, by the number of queries together."""
     outcome = run_here(*command, "--json")
     assert outcome.code == 0, outcome.stderr
     return {row["together"]: row for row in json.loads(outcome.stdout)["rows"]}

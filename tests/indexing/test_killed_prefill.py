@@ -115,16 +115,22 @@ def test_it_goes_on_after_each_chunk(tmp_path: Path, family: str, changes: dict[
     assert _sums(folder) == expected
 
 
-def test_it_goes_on_after_an_exception(tmp_path: Path) -> None:
-    plan = _plan()
-    expected = _fresh(plan, tmp_path / "fresh.skv")
+def _interrupt(plan: BuildPlan, folder: Path) -> None:
+    """Begin a build, and interrupt it after three chunks of its prefill."""
 
     def stop(stage: str, done: int, of: int) -> None:
         if done == 3 * CHUNK:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_index(plan, tmp_path / "b.skv", stop)
+        build_index(plan, folder, stop)
+
+
+def test_it_goes_on_after_an_exception(tmp_path: Path) -> None:
+    plan = _plan()
+    expected = _fresh(plan, tmp_path / "fresh.skv")
+
+    _interrupt(plan, tmp_path / "b.skv")
     assert _rebuilt(plan, tmp_path / "b.skv")[0] == len(plan.prompt.input_ids) - 3 * CHUNK
     assert _sums(tmp_path / "b.skv") == expected
 
@@ -136,12 +142,7 @@ def test_it_goes_on_where_rows_have_other_sizes_than_the_config_says(tmp_path: P
     plan = replace(plan, loaded=replace(plan.loaded, model=model))
     expected = _fresh(plan, tmp_path / "fresh.skv")
 
-    def stop(stage: str, done: int, of: int) -> None:
-        if done == 3 * CHUNK:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_index(plan, tmp_path / "b.skv", stop)
+    _interrupt(plan, tmp_path / "b.skv")
     told = list[str]()
     build_index(plan, tmp_path / "b.skv", tell=told.append)
     assert f"the first {3 * CHUNK} are those that an interrupted build has prefilled" in told[-1]
