@@ -18,6 +18,7 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
+from sparsekv.kernels.attention.flash_attention import flash_attention_3
 from sparsekv.runtime.attention.config import EVERYTHING, DecodeConfig, Dense
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.benchmark.clock import clock_for
@@ -160,6 +161,7 @@ class _Compared:
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if on_gpu else platform.node(),
             "threads": None if on_gpu else torch.get_num_threads(),
+            "flash_attention": getattr(flash_attention_3(), "__name__", None) if on_gpu else None,
             "query_heads": manifest.files[layer_file("queries", layer)].tensors["tail"].shape[0],
             "kv_heads": kv_heads,
             "channels": channels,
