@@ -234,7 +234,7 @@ class TimedAttentionOptions(AttentionOptions):
         typer.Option(
             help="Method that selects the tokens to attend to, `dense` for dense attention to all of them, or `auto` "
             "for the faster of dense attention and the default method. auto measures a step of both on this machine, "
-            "and keeps the times for later calls. Default: what `tune` found, or the index's first.",
+            "and keeps the times for later calls, unless it is busy. Default: what `tune` found, or the index's first.",
             autocompletion=names_of(methods, DENSE, AUTO),
         ),
     ] = None

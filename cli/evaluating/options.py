@@ -98,7 +98,8 @@ class EvalOptions:
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Task; repeatable: {', '.join(tasks())}. Default: niah-facts; with --pairs, qa.",
+            help=f"Task; repeatable: {', '.join(tasks())}. docs/how-to/evaluate.md describes them. "
+            "Default: niah-facts; with --pairs, qa.",
             autocompletion=names_of(tasks),
         ),
     ] = None

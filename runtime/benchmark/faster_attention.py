@@ -126,7 +126,9 @@ def choose_faster(
         times, load = compared.measure()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the size of a batch follows from the memory that is free
-        measured = "measured now" if load <= STEADY else "measured now on a busy machine, so the times are not kept"
+        measured = (
+            "measured now and kept" if load <= STEADY else "measured now on a busy machine, so the times are not kept"
+        )
         if load <= STEADY:
             found = {"of": facts, "day": f"{date.today()}", "dense_ms": times.dense, "method_ms": times.method}
             replace_small(file, json.dumps(found) + "\n")

@@ -40,7 +40,7 @@ def keep(times: Path, dense: float, method: float) -> None:
 def test_the_faster_one_answers_by_times_that_are_measured_once(times: Path) -> None:
     budget = ("Why?", "--budget", "30%", "--dense-layers", "1")
     first, told = answered(*budget)
-    assert "; measured now)\n" in told
+    assert "; measured now and kept)\n" in told
     auto = first["auto"]
     assert (auto["compared_with"], auto["batch_size"], auto["taken"]) == ("multipole", 1, first["method"])
     assert auto["taken"] == ("multipole" if auto["compared_ms"] < auto["dense_ms"] else "dense")

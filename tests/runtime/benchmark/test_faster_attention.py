@@ -54,14 +54,14 @@ def test_times_that_are_damaged_or_of_something_else_are_measured_again(artifact
     for text in (foreign, "[" * 100_000, json.dumps({"of": whole["of"]}), *wrong):
         file.write_text(text)
         choice = chosen(artifact)
-        assert choice.measured == "measured now"
+        assert choice.measured == "measured now and kept"
         again, times = json.loads(file.read_text()), choice.times
         assert again == whole | {"day": again["day"], "dense_ms": times.dense, "method_ms": times.method}
         assert times.dense > 0
 
 
 def test_kept_times_are_told_with_their_day(artifact: Artifact, kept: Path) -> None:
-    assert chosen(artifact).told.endswith("; measured now)")
+    assert chosen(artifact).told.endswith("; measured now and kept)")
     (file,) = kept.iterdir()
     assert chosen(artifact).told.endswith(f"; measured on {json.loads(file.read_text())['day']})")
 
@@ -96,7 +96,7 @@ def test_other_budgets_parameters_dtypes_and_questions_have_other_times(artifact
 def test_a_method_that_answers_one_question_at_a_time_is_not_taken_for_several(artifact: Artifact, kept: Path) -> None:
     choice = chosen(artifact, sparse("magicpig", MagicPIG(), Budget(0.2)), 2)
     assert (choice.config.attention.name, choice.times.method) == ("dense", None)
-    assert choice.told.endswith("ms a layer; magicpig answers one question at a time; measured now)")
+    assert choice.told.endswith("ms a layer; magicpig answers one question at a time; measured now and kept)")
     assert json.loads(next(kept.iterdir()).read_text())["method_ms"] is None
 
 
