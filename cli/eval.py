@@ -13,6 +13,7 @@ from sparsekv.cli.evaluating.output import (
     evaluation_page,
     evaluation_record,
     note_few_contexts,
+    note_wrong_baselines,
     print_rows,
     write_answers,
 )
@@ -72,6 +73,7 @@ def evaluate_methods(options: EvalOptions) -> None:
         records = (recipe.answer_record(result, about) for result in results)
         write_answers(records, options.answers, quiet=options.run.quiet)
     print_rows(found, places, about, options.format)
+    note_wrong_baselines(found, quiet=options.run.quiet)
     note_few_contexts(found, quiet=options.run.quiet)
 
 

@@ -95,6 +95,15 @@ def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
         note(f"the intervals of {_counted(fewest)} {why}; ask about {FEW_CONTEXTS} contexts or more", quiet=quiet)
 
 
+def note_wrong_baselines(rows: Sequence[Score], *, quiet: bool) -> None:
+    """Print a note with the tasks, at their lengths, of which dense attention answers no question rightly, if any."""
+    wrong = [row for row in rows if row.difference is None and row.turn is None and row.unit == "%" and row.score == 0]
+    if wrong:
+        named = [row.task if row.length is None else f"{row.task} of {row.length:,} tokens" for row in wrong]
+        told = f"dense attention has 0% in {', '.join(dict.fromkeys(named))}, so no row there shows a method's loss"
+        note(f"{told}; take a larger model or an easier task", quiet=quiet)
+
+
 def _counted(row: Score) -> str:
     questions, contexts = ("s" if number != 1 else "" for number in (row.questions, row.contexts))
     return f"{row.questions} question{questions} about {row.contexts} context{contexts}"
