@@ -160,8 +160,17 @@ def _asked(context: Context, inputs: Inputs) -> Context:
 
 
 def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
-    """Return a line for each context that has the user's own questions, but not the whole input text."""
+    """Return lines about the contexts that are not the whole input text.
+
+    There is a line for each context that has the user's own questions, or one line about all published contexts.
+    """
     request = replace(inputs.request, count=comparison.count)
+    whole = {context.text for context in inputs.published}
+    cut = [context.text for context in contexts if whole and context.text not in whole]
+    if cut:
+        lacking = f"{len(cut)} of {len(contexts)} documents of {inputs.name} lack their middle, and perhaps an answer"
+        tokens = max(map(request.count, cut))
+        return [f"{lacking}: they are cut to {tokens:,} tokens; a larger --length or a model with more positions helps"]
     asked = [context for context in contexts if request.pairs and "--pairs" in choose_task(context.task).options]
     return [line for context in asked if (line := cut_note(context, request, inputs.name))]
 

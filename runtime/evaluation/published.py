@@ -20,10 +20,6 @@ _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
     "Question: {input}\nAnswer:"
 )
-_STORY = (
-    "Answer the question based on the story as concisely as you can, using a single phrase if possible. "
-    "Do not provide any explanation.\n\n"
-)
 _ARTICLE = (
     "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
     'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
@@ -47,9 +43,11 @@ class Dataset:
 
 DATASETS = {
     "narrativeqa": Dataset(
-        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question as "
-        "concisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
-        "Story: {context}\n\nNow, a" + _STORY[1:] + "Question: {input}\n\nAnswer:",
+        # The published prompt has no space in "asconcisely".
+        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
+        "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
+        "Story: {context}\n\nNow, answer the question based on the story asconcisely as you can, using a single phrase "
+        "if possible. Do not provide any explanation.\n\nQuestion: {input}\n\nAnswer:",
         128,
         "f1",
     ),
@@ -303,7 +301,7 @@ RULER_ENDS = (
     ("\n\nAnswer the question based on the given documents.", "match-part", 32, "qa", " Answer:"),
     ("\nQuestion: Find all variables", "match-all", 30, "vt", " Answer:"),
     ("\nQuestion: Do not provide any explanation.", "match-all", 50, "fwe", " Answer:"),
-    ("\nQuestion: What are the", "match-all", 120, "cwe", " Answer:"),
+    ("\nQuestion: What are the 10 most common words", "match-all", 120, "cwe", " Answer:"),
     ("\nWhat are all the special magic", "match-all", 128, "niah", " The special magic"),
     ("\nWhat is the special magic", "match-all", 128, "niah", " The special magic"),
 )

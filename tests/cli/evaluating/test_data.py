@@ -28,6 +28,17 @@ def test_a_document_that_is_too_short_is_left_out_with_its_line(place: Path, *, 
     assert line.endswith("; give a longer document, or give --tail 6")
 
 
+@pytest.mark.parametrize(("length", "cut"), [("120", True), ("9000", False)])
+def test_documents_without_their_middle_have_a_line(place: Path, *, length: str, cut: bool) -> None:
+    """Where an answer is not known, a cut may remove it, so that even dense attention must answer wrongly."""
+    record = {"context": (place / "doc.txt").read_text(), "questions": ["Who?"], "answers": ["nobody in it"]}
+    Path("data.jsonl").write_text(json.dumps(record))
+    outcome = run_here(*ASK, "--max-new-tokens", "1", "--length", length)
+    assert outcome.code == 0, outcome.stderr
+    told = "1 of 1 documents of data.jsonl lack their middle, and perhaps an answer: they are cut to "
+    assert (told in outcome.stderr) == cut, outcome.stderr
+
+
 @pytest.mark.parametrize(("prefills", "named"), [(("keydiff", "dense"), True), (("dense",), False)])
 def test_the_prefill_that_all_are_compared_with_is_named_beside_others(
     place: Path, prefills: tuple[str, ...], named: bool

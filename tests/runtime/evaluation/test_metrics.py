@@ -26,9 +26,15 @@ def _score(metric: str, answer: str, *expected: str, classes: tuple[str, ...] = 
         ("f1", "red red", ("red",), 2 / 3),
         ("f1", "", ("red",), 0.0),
         ("f1-first-line", "\nred\nblue green", ("red",), 1.0),
+        # Scores of ROUGE-L are those of the package that LongBench's code calls.
         # longest common subsequence of 2 words: 2 * 2 / (4 + 3)
         ("rouge-l", "a cat sat here", ("a dog sat",), 4 / 7),
         ("rouge-l", "sat a", ("a sat",), 0.5),
+        # each word counts once, and a sentence matches any other
+        ("rouge-l", "go go go stop", ("go stop",), 1.0),
+        ("rouge-l", "The cat sat. The dog ran.", ("The dog ran. A cat sat.",), 10 / 11),
+        # the first sentence has four subsequences of one word; the package takes one that the second has, too
+        ("rouge-l", "a b c d", ("d c b a. a d.",), 0.5),
         ("rouge-l", "", ("a sat",), 0.0),
         ("rouge-l-first-line", "a b\nc", ("a b",), 1.0),
         ("retrieval", "Paragraph 3", ("Paragraph 3",), 1.0),
@@ -39,6 +45,8 @@ def _score(metric: str, answer: str, *expected: str, classes: tuple[str, ...] = 
         # the first line that is no comment; 3 of 4 + 4 letters are kept: 2 * 3 / 8
         ("code-similarity", "\n# a comment\nabcd", ("abce",), 0.75),
         ("code-similarity", "// only a comment", ("abc",), 0.0),
+        # 2 * 2 / 6 is rounded to whole percent
+        ("code-similarity", "abc", ("abd",), 0.67),
         ("choice", "The correct answer is (B).", ("B",), 1.0),
         ("choice", "**The correct answer is B**", ("B",), 1.0),
         ("choice", "B", ("B",), 0.0),

@@ -1,5 +1,6 @@
 """Published data in its real form, made up and small: what is indexed, what is asked, what is expected."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -64,6 +65,27 @@ SCBENCH_LINES: dict[str, dict[str, Any]] = {
 PREFIXQA = {"context": "A cat sat.", "questions": ["Who sat?", "What did it do?"], "answers": ["a cat", ["sat"]]}
 
 
+PUBLISHED_PROMPTS = {
+    "narrativeqa": "aada7ed24b06",
+    "qasper": "0fbdd123fe7f",
+    "multifieldqa_en": "20b4666a2de8",
+    "hotpotqa": "9ec4ae308865",
+    "2wikimqa": "9ec4ae308865",
+    "musique": "9ec4ae308865",
+    "gov_report": "91c25d585b18",
+    "qmsum": "dca23b678fe0",
+    "multi_news": "2af3f28c40b9",
+    "trec": "0eff8bebdba9",
+    "triviaqa": "00a802e6377e",
+    "samsum": "a68d88423490",
+    "passage_count": "986550b6c610",
+    "passage_retrieval_en": "39b96b7fa52b",
+    "lcc": "6a1f24cf0bb8",
+    "repobench-p": "ee9ec182ea5f",
+}
+"""Beginnings of the SHA-256 hashes of the prompts in LongBench's file of prompts."""
+
+
 def _read(tmp_path: Path, form: str, *records: dict[str, Any], name: str = "data") -> list[Context]:
     path = tmp_path / f"{name}.jsonl"
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
@@ -78,6 +100,11 @@ def test_longbench_is_asked_as_published(tmp_path: Path) -> None:
     )
     assert (context.task, context.name, context.bare) == ("hotpotqa", "af1", False)
     assert (question.answers, question.metric, question.max_new_tokens) == (("a cat", "cat"), "f1", 32)
+
+
+def test_longbenchs_prompts_are_the_published_ones_to_the_letter() -> None:
+    hashes = {name: hashlib.sha256(one.prompt.encode()).hexdigest()[:12] for name, one in DATASETS.items()}
+    assert hashes == PUBLISHED_PROMPTS
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -124,6 +151,11 @@ def test_rulers_prompt_is_cut_where_its_question_begins(tmp_path: Path) -> None:
             "qa",
             "match-part",
             "\n\nAnswer the question based on the given documents. Only give me the answer.\n\nQuestion: Who? Answer:",
+        ),
+        (
+            "qa",
+            "match-part",
+            "\n\nAnswer the question based on the given documents.\n\nQuestion: What are the names of the two? Answer:",
         ),
     ],
 )
