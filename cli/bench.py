@@ -15,7 +15,7 @@ from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import FormatOptions, RunOptions, names_of, refuse_unwritable_plot
 from sparsekv.cli.common.process import resume_collector
-from sparsekv.cli.configuring.sources import Command
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.load import check_dtype
@@ -35,6 +35,7 @@ RUNS = {"cpu": 20, "cuda": 50}
 class BenchOptions:
     """Command-line options of `bench`."""
 
+    ctx: typer.Context
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -155,7 +156,7 @@ def _timer(options: BenchOptions, where: torch.device) -> Timer:
     if isinstance(source, Mixtures):
         built = mixture_indexers(list(chosen), parameters, options.steps.seed, source.head_dim)
     building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in built.items()}
-    refuse_unused(building if options.variants else chosen | building, parameters)
+    refuse_unused(building if options.variants else chosen | building, parameters, decoding=chosen)
     forms: Forms = (
         (lambda method, record: dict(method.variants(record))) if options.variants else partial(configured, parameters)
     )
@@ -169,6 +170,8 @@ def _source(options: BenchOptions, where: torch.device) -> Source:
     wanted = options.steps.wanted(options.context, options.run.dtype)
     wanted = replace(wanted, heads=options.heads, kv_heads=options.kv_heads, head_dim=options.head_dim)
     if options.index is not None:
+        if on_command_line(options.ctx, "seed"):
+            raise UsageError(f"--seed {wanted.seed} has no effect with --index, which has no random data; leave it out")
         return StoredLayerSource(open_artifact(options.index, thorough=True), options.layer, wanted, where)
     if options.layer is not None:
         raise UsageError(

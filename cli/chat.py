@@ -5,6 +5,7 @@ from functools import partial
 
 import typer
 
+from sparsekv.cli.answering.idle import note_idle_seed, note_prefill_alone
 from sparsekv.cli.answering.options import (
     Choices,
     PlacementOption,
@@ -38,6 +39,7 @@ class ChatAttention(TimedAttentionOptions):
 class ChatOptions:
     """Command-line options of `chat`."""
 
+    ctx: typer.Context
     index: IndexOption = None
     model: ModelOption = None
     weights: WeightsOption = "auto"
@@ -82,6 +84,8 @@ def chat(options: ChatOptions) -> None:
     from sparsekv.runtime.decoding.session import Conversation
 
     sampling, placement = options.sampling.make(), config.placement
+    note_prefill_alone(options.ctx, config, quiet=quiet)
+    note_idle_seed(options.ctx, quiet=quiet)
     if isinstance(config.attention, Dense) and placement != "device":
         note(
             f"--placement {placement} has no effect before /method NAME: dense attention reads all keys and values",

@@ -8,7 +8,7 @@ import typer
 from sparsekv.cli.common.console import note, progress
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.configuring.sources import Command
-from sparsekv.cli.evaluating.options import BUILDING, EvalOptions
+from sparsekv.cli.evaluating.options import BUILDING, EvalCall, EvalOptions
 from sparsekv.cli.evaluating.output import (
     evaluation_page,
     evaluation_record,
@@ -29,8 +29,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(cls=Command)
-@with_options(EvalOptions, methods() | BUILDING, preset=fields(Indexer))
-def evaluate_methods(options: EvalOptions) -> None:
+@with_options(EvalCall, methods() | BUILDING, preset=fields(Indexer))
+def evaluate_methods(call: EvalCall) -> None:
     """Ask questions with known answers, with dense attention and with each method at each budget, and compare.
 
     Each context is indexed once for each --prefill. Brackets hold 95% confidence intervals, from a bootstrap over
@@ -44,8 +44,10 @@ def evaluate_methods(options: EvalOptions) -> None:
     sparsekv eval manual.txt --task qa --pairs questions.jsonl --method multipole --budget 5% --html qa.html
     sparsekv eval --data hotpotqa.jsonl --format longbench --questions 1 --json > hotpotqa.json
     """
-    options.check()
+    call.check()
+    options = call.options
     recipe, inputs = EvalRecipe.of(options), options.inputs()
+    call.refuse_idle_residual(recipe.methods)
     note_small_budgets(recipe.budgets, quiet=options.run.quiet)
     comparison = recipe.load()
     asked = read_contexts(inputs, comparison)

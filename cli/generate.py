@@ -4,6 +4,7 @@ from functools import partial
 
 import typer
 
+from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_prefill_alone
 from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.index_option import open_artifact
@@ -46,6 +47,9 @@ def generate(options: GenerateOptions) -> None:
 
     sampling, at_once = options.sampling.make(), options.questions_at_once(config, ranks)
     options.check(artifact)
+    note_idle_method(options.ctx, config, quiet=options.quiet)
+    note_prefill_alone(options.ctx, config, quiet=options.quiet)
+    note_idle_seed(options.ctx, quiet=options.quiet)
     questions, choice = Questions.read(options, ranks), None
     if by_time:
         choice = take_faster(
@@ -74,7 +78,7 @@ def generate(options: GenerateOptions) -> None:
         times.show(how, artifact.manifest)
     schedule.compile(options.compiled, quiet=not options.with_stats)
     questions.note_plain(opened, len(output.done), quiet=options.quiet)
-    answer = output.show(questions.texts, schedule.answers(output.piece))
+    answer = output.show(questions.texts, schedule.answers(output.piece), schedule.engine.slots)
     if options.with_stats and schedule.drafts:
         note(schedule.drafts, quiet=False)
     if options.save_to is not None:

@@ -20,7 +20,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.stats import storage_record
 from sparsekv.cli.common.streams import finite_numbers
-from sparsekv.cli.configuring.sources import Command
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.inspecting.page import inspection_page, telling_words, words_of
 from sparsekv.cli.inspecting.tables import print_inspection
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
@@ -46,6 +46,7 @@ SHOWN = 8
 
 @app.command(cls=Command)
 def inspect(
+    ctx: typer.Context,
     index: IndexOption = None,
     method: Annotated[
         list[str] | None,
@@ -120,6 +121,10 @@ def inspect(
         if pages := len(artifact.manifest.prompt.pages) + sum(len(file.pages) for file in sources or ()):
             note(f"the first tokens of {pages:,} pages are in order, within their text", quiet=quiet)
     more = as_json or any(one is not None for one in (method, layer, clusters, by, html, plot))
+    if model is not None and not more and on_command_line(ctx, "model"):
+        raise UsageError(
+            f"--model {model} has no effect on a summary, which shows no text; leave it out, or give --method all"
+        )
     described = _describe(artifact, names, SHOWN if clusters is None else clusters, quiet=quiet) if more else {}
     tokenizer, ids = _tokenizer(artifact, model, quiet=quiet) if more else None, artifact.input_ids().tolist()
     words = [] if tokenizer is None else words_of(tokenizer, ids)

@@ -39,12 +39,13 @@ from sparsekv.cli.reporting.output import (
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.guard import Guard, estimates_missed
+from sparsekv.runtime.decoding.choose_config import refuse_residual
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries
-from sparsekv.runtime.reporting.report import RecallReport
+from sparsekv.runtime.reporting.report import RecallReport, forms
 from sparsekv.runtime.reporting.report import recall_report as measure
-from sparsekv.runtime.selection.interface import Budget, Method
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -132,6 +133,8 @@ class ReportOptions:
         and for names of files that cannot be written."""
         if self.queries is None:
             self._refuse_options_of_queries()
+        if on_command_line(self.ctx, "within") and (self.format.as_csv or self.format.markup) and self.html is None:
+            raise UsageError(f"--within {self.within:g} is about the line below the table for a terminal; leave it out")
         if not 0 < self.within <= 1:
             raise UsageError(f"--within {self.within:g}: give a share between 0 and 1, such as 0.12")
         self.format.check()
@@ -147,6 +150,23 @@ class ReportOptions:
                 raise UsageError(f"{told} has no effect without --queries, because no model is run; leave it out")
         if self.special_tokens:
             raise UsageError("--special-tokens has no effect without --queries; leave it out")
+
+    def refuse_idle(self, compared: list[MethodSpec]) -> None:
+        """Raise UsageError for --residual and --guard on the command line, if no method has another variant by it.
+
+        Args:
+            compared: all variants of the methods, with a residual too where it makes a difference.
+        """
+        names = dict.fromkeys(one.name for one in compared)
+        if on_command_line(self.ctx, "residual") and not any(one.residual for one in compared):
+            refuse_residual(names)
+        measured = (one for one in compared if self.residual or not one.residual)
+        guarded = any(estimates_missed(one.method, residual=one.residual) for one in measured)
+        if on_command_line(self.ctx, "guard") and not guarded:
+            raise UsageError(
+                f"--guard {self.guard:g} has no effect on {', '.join(names)}, whose missed attention cannot be "
+                "estimated; leave it out, or give --residual"
+            )
 
     @property
     def groups(self) -> list[str]:
@@ -224,6 +244,7 @@ def recall_report(options: ReportOptions) -> None:
     guard = None if options.guard is None else Guard(options.guard)
     if options.residual:
         residual_source(artifact)
+    options.refuse_idle([form for name in names for form in forms(artifact, name, configured.get(name), residual=True)])
     queries = _queries(options, artifact, together)
     note_small_budgets(budgets, quiet=options.run.quiet)
     with progress(quiet=options.run.quiet) as tell:
@@ -250,7 +271,7 @@ def _configured(names: list[str], parameters: dict[str, Any]) -> dict[str, tuple
         UsageError: none of the named methods has a given parameter, or a value is not valid.
     """
     chosen = {name: methods()[name] for name in names}
-    refuse_unused(chosen, parameters)
+    refuse_unused(chosen, parameters, decoding=chosen)
     return {name: found for name, one in chosen.items() if (found := configured_form(one, parameters))}
 
 

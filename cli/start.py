@@ -11,7 +11,7 @@ import typer
 
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.options import QuietOption
-from sparsekv.cli.configuring.sources import Command
+from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.daemon.address import VARIABLE, refuse_missing_folder, refuse_occupied, socket_path
 from sparsekv.cli.daemon.likeness import differing, likeness
 from sparsekv.cli.daemon.messages import SERVE
@@ -23,6 +23,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(cls=Command)
 def start(
+    ctx: typer.Context,
     indices: Annotated[
         list[Path] | None,
         typer.Argument(metavar="INDEX", help="Indices to open now; their models are loaded too, except with a GPU."),
@@ -55,6 +56,8 @@ def start(
     sparsekv start --status
     sparsekv stop
     """
+    if show_status and on_command_line(ctx, "idle"):
+        raise UsageError(f"--status only shows the server; leave --idle {idle:g} or --status out")
     path = socket_path()
     if path is None:
         raise UsageError(f"{VARIABLE} is off, so no command would use a server; unset this variable first")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
+from sparsekv.cli.answering.idle import note_idle_method, note_prefill_alone
 from sparsekv.cli.answering.options import AttentionOptions, MaxNewTokensOption, RawOption, SamplingOptions
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.index_option import open_artifact
@@ -38,6 +39,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 class TraceOptions:
     """Command-line options of `trace`."""
 
+    ctx: typer.Context
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
     index: IndexOption = None
     prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file in UTF-8.")] = None
@@ -97,6 +99,8 @@ def trace(options: TraceOptions) -> None:
     artifact = open_artifact(options.index)
     config = options.attention.config(artifact)
     question = read_question(options.prompt, options.prompt_file)
+    note_idle_method(options.ctx, config, quiet=options.run.quiet)
+    note_prefill_alone(options.ctx, config, quiet=options.run.quiet)
     early = EarlyReading.of(artifact, options.run.device, config)
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.common.loading import load_for

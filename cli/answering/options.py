@@ -305,7 +305,8 @@ class Choices:
         name, kind = attention_of(self.artifact, name)
         own = {field.name for field in fields(kind)}
         kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
-        config = choose_config(self.artifact, name, kept, residual=self.residual and not dense)
+        prefill = Own.name if isinstance(before.question, Own) else None
+        config = choose_config(self.artifact, name, kept, residual=self.residual and not dense, prefill=prefill)
         budget = config.budget if dense or self.budget is None else self.budget
         return replace(config, budget=budget, question=before.question, placement=before.placement)
 
@@ -422,6 +423,7 @@ class GenerateAttention(TimedAttentionOptions):
 class GenerateOptions:
     """Command-line options of `generate`."""
 
+    ctx: typer.Context
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; - for stdin.")] = None
     index: IndexOption = None
     prompt_file: Annotated[str | None, typer.Option(help="Read the question from a file in UTF-8.")] = None

@@ -99,8 +99,11 @@ class Output:
         if self._streamed:
             self.stream.add(text)
 
-    def show(self, questions: Sequence[str], answers: Iterable[Answer]) -> Answer:
-        """Print the lines of earlier runs and the answers to the remaining questions. Returns the last answer."""
+    def show(self, questions: Sequence[str], answers: Iterable[Answer], together: int) -> Answer:
+        """Print the lines of earlier runs and the answers to the remaining questions. Returns the last answer.
+
+        `together` is the most questions that share a decode step.
+        """
         began, shown = time.perf_counter(), list[Answer]()
         for line in self.done:
             say(line)
@@ -108,14 +111,14 @@ class Output:
         seen = sys.stdout.isatty() or (not self.of_batch and (sys.stderr.isatty() or not self.as_json))
         with self.stream.ending_lines(), progress(quiet=self.quiet or seen) as tell:
             for number, answer in enumerate(answers, len(self.done) + 1):
-                self._print(questions[number - 1], answer, number)
+                self._print(questions[number - 1], answer, number, together)
                 shown.append(answer)
                 tell("answers", number, len(questions))
         if self.of_batch:
             self._total(shown, time.perf_counter() - began)
         return shown[-1]
 
-    def _print(self, question: str, answer: Answer, number: int) -> None:
+    def _print(self, question: str, answer: Answer, number: int, together: int) -> None:
         """Print an answer, or only the end of its line if it was streamed; also append it to the file of --resume.
 
         Sources, times and notes follow on stderr if the options ask for them.
@@ -132,7 +135,7 @@ class Output:
         if self.sources and answer is not NO_ANSWER and not self.as_json:
             print_sources(answer, number if self.of_batch else None)
         if self.stats and answer is not NO_ANSWER:
-            print_stats(answer, number if self.of_batch else None)
+            print_stats(answer, number if self.of_batch else None, together)
             untold = self.config.measured and not answer.layers
             note("nothing to estimate: an answer of one token takes no step", quiet=not untold)
         note_cut(answer, self.sampling.max_new_tokens, quiet=self.quiet or self.as_json or self.of_batch)

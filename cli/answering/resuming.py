@@ -188,10 +188,11 @@ class AnswersFile:
     def _refuse(self, number: int, name: str, before: Any, value: Any) -> NoReturn:
         other = OTHERWISE.get(name) or _differing(name, before, value)
         remedy = "give the settings of that line, or name another file"
-        if name == "method" and self.default is not None:
-            other = f"with --method {before}, and --method auto takes {value} now"
+        if name == "method":
             same = "leave --method out" if before == self.default else f"give --method {before}"
             remedy = f"{same}, or name another file"
+            if self.default is not None:
+                other = f"with --method {before}, and --method auto takes {value} now"
         raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 
     def check_eos_tokens(self, tokens: list[int]) -> None:

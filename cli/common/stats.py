@@ -75,13 +75,13 @@ def storage_record(storage: KVStorage | None) -> dict[str, Any] | None:
 MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller --budget reads less"
 
 
-def print_stats(answer: "Answer", question: int | None = None) -> None:
+def print_stats(answer: "Answer", question: int | None = None, together: int = 1) -> None:
     """Print an answer's times and KV fraction to stderr, and a table of the layers' missed mass if it was measured.
 
-    `question` is the line number of a batch's question.
+    `question` is the line number of a batch's question, and `together` the most questions that share a step.
     """
     named = "" if question is None else f"question {question}: "
-    note(f"{named}{_summary(answer)}", quiet=False)
+    note(f"{named}{_summary(answer, together)}", quiet=False)
     if seconds := compiling_took():
         told = f"{seconds:.1f} s of that compiled kernels for this CPU; the next command reads them from disk"
         note(told, quiet=False)
@@ -116,8 +116,10 @@ def note_cut(answer: "Answer", most: int, *, quiet: bool) -> None:
         note(f"the answer was cut after {cut:,} token{'s' * (cut != 1)} ({why})", quiet=quiet)
 
 
-def _summary(answer: "Answer") -> str:
-    read = f", read {answer.kv_fraction:.1%} of the document's keys and values" if answer.generated_tokens > 1 else ""
+def _summary(answer: "Answer", together: int) -> str:
+    shared = f"its steps, each of up to {together} questions, " if together > 1 else ""
+    read = f", {shared}read {answer.kv_fraction:.1%} of the document's keys and values"
+    read = read if answer.generated_tokens > 1 else ""
     generated = f"{answer.generated_tokens} token{'s' * (answer.generated_tokens != 1)}"
     return (
         f"{answer.prompt_tokens:,} prompt tokens, first token after {answer.time_to_first_token:.2f} s, "

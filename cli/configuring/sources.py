@@ -88,6 +88,7 @@ class Command(GroupedCommand):
         options = {long_name(one): one for one in self.params if one.param_type_name == "option"}
         _leave_out_excluded(ctx, options)
         _leave_out_others_methods(ctx, options)
+        _leave_out_unread(ctx, options)
         if "model" in ctx.params and source_of(ctx, "model") == "DEFAULT_MAP":
             _refuse_unnamed_model(ctx.params["model"], self._origins(ctx)["model"])
         with self._naming_sources(ctx):
@@ -144,13 +145,34 @@ def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
 
     Does nothing if `--method` is not set, or if `all` is chosen.
     """
-    chosen: set[str] = set()
-    for name in NAMING_METHODS:
-        value = ctx.params.get(name.replace("-", "_")) or []
-        chosen.update([value] if isinstance(value, str) else value)
+    chosen = _named(ctx, NAMING_METHODS)
     if not ctx.params.get("method") or "all" in chosen:
         return
     _leave_out(ctx, [one for one in options.values() if (owned := owners(one)) and not owned & chosen])
+
+
+def _leave_out_unread(ctx: Any, options: dict[str, Any]) -> None:
+    """Ignore values of `sparsekv.toml` for methods' options that no method reads with the other options' values."""
+    of_file = [one for one in options.values() if owners(one) and source_of(ctx, one.name) == "DEFAULT_MAP"]
+    if not of_file:
+        return
+    from sparsekv.runtime.attention.config import Own  # the modules import torch
+    from sparsekv.runtime.selection.registry import methods, unread
+
+    chosen, asking = _named(ctx, NAMING_METHODS), _named(ctx, NAMING_METHODS[1:])
+    for option in of_file:
+        names = [name for name in owners(option) & chosen or owners(option) if name in methods()]
+        having = {name: methods()[name] for name in names if hasattr(methods()[name], option.name)}
+        decoding = set[str]() if Own.name in asking else having.keys() - asking
+        why = [unread(one, option.name, ctx.params, decodes=name in decoding) for name, one in having.items()]
+        if why and all(why):
+            _leave_out(ctx, [option])
+
+
+def _named(ctx: Any, options: Iterable[str]) -> set[str]:
+    """Return the values of these options, each of which takes one name or several."""
+    given = (ctx.params.get(name.replace("-", "_")) or [] for name in options)
+    return {name for value in given for name in ([value] if isinstance(value, str) else value)}
 
 
 def owners(option: Any) -> set[str]:

@@ -1,5 +1,6 @@
 """The options of `eval`, and the methods and indexers that they select."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from sparsekv.cli.common.options import (
     names_of,
     refuse_unwritable_plot,
 )
+from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.evaluating.output import refuse_unwritable_answers
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
 from sparsekv.formats.documents.document import UTF_8
@@ -31,7 +33,8 @@ from sparsekv.formats.index.schema import AUTO
 from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, indexers
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
-from sparsekv.runtime.evaluation.inputs import Inputs
+from sparsekv.runtime.decoding.choose_config import refuse_beside_dense, refuse_residual
+from sparsekv.runtime.evaluation.inputs import Inputs, refuse_unread
 from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.tasks import tasks
 from sparsekv.runtime.selection.interface import Method
@@ -149,7 +152,9 @@ class EvalOptions:
     residual: Annotated[
         bool,
         typer.Option(
-            "--residual", help="Run each method a second time, with centroids for the tokens that it does not select."
+            "--residual",
+            help="Run each method that drops the tokens it does not select a second time, with centroids for these "
+            "tokens.",
         ),
     ] = False
     prefill: Annotated[
@@ -262,3 +267,45 @@ class EvalOptions:
             self.encoding,
             turns=self.turns,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalCall:
+    """A call of `eval`: its options, and the context that knows which of them the user typed.
+
+    The options are apart, because they are sent to the workers of a Ray cluster.
+    """
+
+    ctx: typer.Context
+    options: EvalOptions
+
+    def check(self) -> None:
+        """Raise the errors of `EvalOptions.check`, and UsageError for an option that the user typed in vain."""
+        options = self.options
+        options.check()
+        if set(options.method or ()) == {DENSE}:
+            question = options.question_prefill != DENSE and options.question_prefill
+            given = {"--budget": (options.budget or [None])[0], "--residual": options.residual}
+            given |= {"--question-prefill": question, "--question-budget": options.question_budget}
+            refuse_beside_dense(self._typed(given))
+        if options.data is None:
+            of_tasks = {
+                "--contexts": options.contexts,
+                "--questions": options.questions,
+                "--max-new-tokens": options.max_new_tokens,
+                "--batch-size": options.batch_size,
+                "--raw": options.raw,
+            }
+            refuse_unread(options.task or [], options.pairs, self._typed(of_tasks))
+        if options.document is None and self._typed({"--encoding": options.encoding}):
+            raise UsageError(f"--encoding {options.encoding} has no effect without DOC, the text; leave it out")
+
+    def refuse_idle_residual(self, methods: Mapping[str, Method]) -> None:
+        """Raise UsageError if the user typed --residual, and no method drops the tokens that it does not select."""
+        if methods and self._typed({"--residual": True}) and all(one.replaces() for one in methods.values()):
+            refuse_residual(methods)
+
+    def _typed(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the options, with their values, that are on the command line."""
+        names = {option: option.removeprefix("--").replace("-", "_") for option in given}
+        return {option: value for option, value in given.items() if on_command_line(self.ctx, names[option])}

@@ -41,13 +41,18 @@ class QuokaOptions:
     """Options of QuoKA, a prefill in which some of a chunk's queries rank the keys that the chunk attends to."""
 
     prefill_queries: int = field(
-        default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
+        default=16,
+        metadata={
+            "joint": True,
+            "help": "How many of a chunk's queries rank the tokens that the whole chunk attends to.",
+        },
     )
     quoka_subset: str = field(
         default="far",
         metadata={
+            "joint": True,
             "help": "Which of a chunk's queries rank the tokens: those far from (of lowest cosine to) the chunk's mean "
-            f"query, random ones, or all: {', '.join(CHOICES['quoka_subset'])}."
+            f"query, random ones, or all: {', '.join(CHOICES['quoka_subset'])}.",
         },
     )
     quoka_similarity: str = field(
@@ -56,7 +61,8 @@ class QuokaOptions:
     quoka_across: str = field(
         default="max",
         metadata={
-            "help": f"How a key's scores for several queries are combined: {', '.join(CHOICES['quoka_across'])}."
+            "joint": True,
+            "help": f"How a key's scores for several queries are combined: {', '.join(CHOICES['quoka_across'])}.",
         },
     )
 

@@ -97,7 +97,7 @@ class ModelTimer:
         self.chosen = {name: methods()[name] for name in self.source.methods(what.methods or DEFAULT_METHODS)}
         self.built = indexers(list(self.chosen), head_dim=head_dim(self.config))
         building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in self.built.items()}
-        refuse_unused(self.chosen | building, parameters)
+        refuse_unused(self.chosen | building, parameters, decoding=self.chosen)
         self.forms = partial(configured, parameters)
         for one in self.chosen.values():
             self.forms(one, None)

@@ -1,8 +1,8 @@
 """Choose the config that answers are decoded with: the user's choice, or else the index's default."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import ArtifactError, UsageError
@@ -55,7 +55,8 @@ def choose_config(
         name, kind = attention_of(artifact, method)
         if kind is Dense:
             refuse_beside_dense({"--budget": budget, "--residual": residual})
-        refuse_unused({name: kind} | prefilling, parameters, {} if kind is Dense else methods())
+        decoding = () if prefill == Own.name else (name,)
+        refuse_unused({name: kind} | prefilling, parameters, {} if kind is Dense else methods(), decoding)
         chosen = configure(kind, parameters)
         if isinstance(chosen, Dense):
             config = DecodeConfig(chosen)
@@ -89,6 +90,14 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
         if value:
             told = option if value is True else f"{option} {value}"
             raise UsageError(f"{told} has no effect with --method {DENSE}, which attends to all tokens; leave it out")
+
+
+def refuse_residual(methods: Iterable[str]) -> NoReturn:
+    """Raise UsageError for --residual with methods that represent the tokens that they do not select themselves."""
+    raise UsageError(
+        f"--residual has no effect on {', '.join(methods)}: the tokens that are not selected are represented without "
+        "it; leave it out"
+    )
 
 
 def prefill_method(artifact: Artifact, name: str | None) -> dict[str, type[Method]]:

@@ -91,7 +91,7 @@ class Comparison:
     Attributes:
         builder: builds the indices with the tensors of the methods, for each of the builder's prefills.
         question: attention of a question's tokens.
-        residual: run each method a second time with a residual.
+        residual: run each method that drops the tokens it does not select a second time, with a residual.
         raw: use no chat template.
         keep: do not remove the indices after the evaluation.
         max_new_tokens: largest number of tokens of a generated answer; None: the question's own `max_new_tokens`.
@@ -184,7 +184,9 @@ class Comparison:
         found, variants = [], ["", "residual"] if self.residual else [""]
         for prefill in self.builder.prefills:
             sparse = product(self.methods, variants, self.budgets)
-            found += [Variant(prefill, DENSE), *(Variant(prefill, *one) for one in sparse)]
+            # A residual changes nothing if the method represents unselected tokens itself.
+            different = (one for one in sparse if not (one[1] and self.methods[one[0]].replaces()))
+            found += [Variant(prefill, DENSE), *(Variant(prefill, *one) for one in different)]
         return found
 
 

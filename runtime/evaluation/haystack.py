@@ -9,6 +9,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ClassVar
 from uuid import UUID
 
 from sparsekv.formats.errors import UsageError
@@ -284,17 +285,17 @@ class Needles(DrawnTask):
         keys: minimum number of keys of a context. A context has at least one key for each question.
         values: number of values of a key.
         asked: number of keys that a question asks for.
-        alone: a context has only one needle and one question.
+        alone: whether a context has only one needle and one question.
     """
 
     options = ("--depth",)
+    alone: ClassVar[bool] = False
 
     name: str
     keys: int
     values: int
     asked: int
     wording: Wording = MAGIC
-    alone: bool = False
 
     def draw(self, request: Request, number: int) -> Context:
         drawn = random.Random(f"{request.seed} {self.name} {request.length} {number}")
@@ -326,6 +327,13 @@ def hide(units: list[str], needles: list[tuple[float, str]], request: Request, i
         return introduction + " ".join(insert(some, needles))
 
     return render(fill(units, render, request.count, request.length, name))
+
+
+class LoneNeedle(Needles):
+    """A needle task whose contexts have one needle and one question each."""
+
+    unread = ("--questions",)
+    alone = True
 
 
 LEAST_NEEDLE = 8
@@ -381,7 +389,7 @@ def nearest(depths: list[float], lines: int) -> list[int]:
 
 
 tasks.add("niah-facts", Needles("niah-facts", 4, 1, 1, THINGS))
-tasks.add("niah-single", Needles("niah-single", 1, 1, 1, ONE_MAGIC, True))
+tasks.add("niah-single", LoneNeedle("niah-single", 1, 1, 1, ONE_MAGIC))
 tasks.add("niah-multikey", Needles("niah-multikey", 4, 1, 1))
 tasks.add("niah-multikey-2", NeedlesAlone("niah-multikey-2", MAGIC, numbers, TOKENS_A_VALUE))
 tasks.add("niah-multikey-3", NeedlesAlone("niah-multikey-3", UUIDS, uuids, TOKENS_A_UUID))
@@ -416,6 +424,8 @@ class CommonWords(DrawnTask):
     If the requested length is below LONG tokens, a common word occurs 6 times, and any other word once.
     """
 
+    unread = ("--questions",)
+
     def draw(self, request: Request, number: int) -> Context:
         known = sorted({*re.findall(r"\b[a-z]{4,10}\b", request.text), *ADJECTIVES, *NOUNS})
         drawn = random.Random(f"{request.seed} cwe {request.length} {number}")
@@ -440,6 +450,7 @@ class CommonWords(DrawnTask):
 class FrequentWords(DrawnTask):
     """Lists coded words with frequencies by Zipf's law. The most frequent word is dots, which a model must ignore."""
 
+    unread = ("--questions",)
     needs_text = False
 
     def draw(self, request: Request, number: int) -> Context:

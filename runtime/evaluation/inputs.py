@@ -1,6 +1,6 @@
 """Input of an evaluation: a text and tasks, or a file of published questions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Inputs:
             raise UsageError(f"{told}: the documents of --data are cut to one length; give one, and run eval for each")
         shares = tuple(depth / 100 for depth in depths)
         request = Request("", len, min(lengths, default=1), contexts, questions, shares, seed)
-        chosen = list(dict.fromkeys(tasks or (PAIRS_TASKS if pairs is not None else DEFAULT_TASKS)))
+        chosen = _chosen(tasks, pairs)
         if document is None and data is None:
             _refuse_without_text(chosen)
         effective = {option for task in chosen for option in choose_task(task).options}
@@ -87,6 +87,24 @@ class Inputs:
             request=replace(request, text=text, pairs=() if pairs is None else read_pairs(pairs)),
             turns=turns,
         )
+
+
+def _chosen(tasks: Sequence[str], pairs: str | None) -> list[str]:
+    return list(dict.fromkeys(tasks or (PAIRS_TASKS if pairs is not None else DEFAULT_TASKS)))
+
+
+def refuse_unread(tasks: Sequence[str], pairs: str | None, given: Mapping[str, object]) -> None:
+    """Raise UsageError for the first of the given options that no task reads.
+
+    Args:
+        tasks, pairs: values of --task and --pairs.
+        given: values of the options that the user set, by option.
+    """
+    chosen = _chosen(tasks, pairs)
+    for option, value in given.items():
+        if all(option in choose_task(task).unread for task in chosen):
+            told = option if value is True else f"{option} {value}"
+            raise UsageError(f"{told} has no effect on --task {', '.join(chosen)}; leave it out")
 
 
 def _refuse_without_text(names: list[str]) -> None:

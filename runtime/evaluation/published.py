@@ -162,6 +162,7 @@ class QuestionAnswering(Task):
     """
 
     options = ("--pairs",)
+    unread = ("--contexts",)
 
     def make(self, request: Request) -> list[Context]:
         if not request.pairs:
@@ -227,6 +228,8 @@ def _window(request: Request, number: int, task: str) -> tuple[str, str]:
 
 class Continuation(DrawnTask):
     """Cuts windows out of the text. The score of a window is the perplexity of the words that follow the window."""
+
+    unread = ("--questions", "--max-new-tokens", "--batch-size", "--raw")
 
     def draw(self, request: Request, number: int) -> Context:
         window, rest = _window(request, number, "perplexity")

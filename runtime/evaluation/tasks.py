@@ -107,10 +107,12 @@ class Task(ABC):
 
     Attributes:
         options: options of `eval` that only some tasks read, among them this task.
+        unread: options of `eval` that most tasks read, and this task does not.
         needs_text: whether contexts are made from the request's text. Otherwise they are generated without a text.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
+    unread: ClassVar[tuple[str, ...]] = ()
     needs_text: ClassVar[bool] = True
 
     @abstractmethod

@@ -66,10 +66,11 @@ class CSAttention(Method):
     buffer: int = field(
         default=128,
         metadata={
+            "needs": {"stream": True},
             "help": (
                 "With --stream, number of generated tokens that are appended together. Up to twice as many wait "
                 "until then, and all of them are attended to."
-            )
+            ),
         },
     )
 

@@ -44,10 +44,11 @@ class Multipole(ClusterMethod):
     buffer: int = field(
         default=128,
         metadata={
+            "needs": {"stream": True},
             "help": (
                 "With --stream, number of generated tokens that are appended together. Up to twice as many wait "
                 "until then, and all of them are attended to."
-            )
+            ),
         },
     )
 

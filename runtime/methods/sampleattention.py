@@ -22,7 +22,11 @@ class SampleAttention(Method):
 
     reads_all_keys: ClassVar[bool] = True
     prefill_queries: int = field(
-        default=16, metadata={"help": "How many of a chunk's queries rank the tokens that the whole chunk attends to."}
+        default=16,
+        metadata={
+            "joint": True,
+            "help": "How many of a chunk's queries rank the tokens that the whole chunk attends to.",
+        },
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Look-up of methods by name, and their configuration with the parameters that a user set."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
@@ -43,21 +43,52 @@ def parameters_label(parameters: Mapping[str, Any], *owners: type) -> str:
 
 
 def refuse_unused(
-    chosen: Mapping[str, type], parameters: Mapping[str, Any], among: Mapping[str, type] | None = None
+    chosen: Mapping[str, type],
+    parameters: Mapping[str, Any],
+    among: Mapping[str, type] | None = None,
+    decoding: Collection[str] = (),
 ) -> None:
-    """Raise UsageError for an option that the user set and that none of the chosen methods has.
+    """Raise UsageError for an option that the user set and that none of the chosen methods reads.
 
     Args:
         chosen: the chosen methods, by name.
         parameters: values of all methods' options, by field name; None: the user did not set the option.
         among: all available methods, by name. The error message names those that have the option.
+        decoding: names of chosen methods that select only for decode steps, not for a question's tokens.
     """
-    used = {field.name for method in chosen.values() for field in fields(method)}
     for name, value in parameters.items():
-        if value is not None and name not in used:
+        if value is None:
+            continue
+        having = {of: method for of, method in chosen.items() if name in {field.name for field in fields(method)}}
+        why = {of: unread(method, name, parameters, decodes=of in decoding) for of, method in having.items()}
+        option = f"--{name.replace('_', '-')}"
+        if not having:
             owners = [of for of, method in (among or {}).items() if name in {field.name for field in fields(method)}]
             other = f", or choose a method that has it: {', '.join(owners)}" if owners else ""
-            raise UsageError(f"--{name.replace('_', '-')} has no effect on {', '.join(chosen)}; leave it out{other}")
+            raise UsageError(f"{option} has no effect on {', '.join(chosen)}; leave it out{other}")
+        if all(why.values()):
+            raise UsageError(f"{option} has no effect on {', '.join(why)} {next(iter(why.values()))}; leave it out")
+
+
+def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: bool) -> str:
+    """Return the reason why a method does not read its field `name`, as words for a message.
+
+    The reason is empty if the method reads the field, or if the field has its default. The field's metadata has the
+    conditions. `needs`: values of the method's other fields, by name. `joint`: the field is read only by a selection
+    that the tokens of a question or of a chunk share.
+
+    Args:
+        parameters: values of options by field name; None: the user did not set the option.
+        decodes: whether the method selects only for decode steps.
+    """
+    known = {field.name: field for field in fields(method)}
+    if parameters.get(name) in (None, known[name].default):
+        return ""
+    for other, value in known[name].metadata.get("needs", {}).items():
+        given = parameters.get(other)
+        if other in known and value != (known[other].default if given is None else given):
+            return f"without --{other.replace('_', '-')}" + ("" if value is True else f" {value}")
+    return "in decode steps, each of which has one query" if decodes and known[name].metadata.get("joint") else ""
 
 
 def form_options(form: MethodSpec) -> list[str]:

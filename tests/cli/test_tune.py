@@ -175,7 +175,12 @@ def test_any_choice_of_ones_own_leaves_the_default_out(
 
 
 def test_a_parameter_of_the_questions_prefill_is_no_choice_for_the_answer(place: Path, setting: Defaults) -> None:
-    assert asked("--prefill", "quest", "--page-size", "8")["budget"] == setting.budget
+    outcome = run_here(*ASK, "--prefill", "quest", "--page-size", "8")
+    assert json.loads(outcome.stdout)["budget"] == setting.budget
+    told = "--page-size counts for --prefill quest alone: answers are by the index's default, quest; --method quest"
+    assert f"{told} sets it for both\n" in outcome.stderr
+    assert "counts for" not in run_here(*ASK, "--prefill", "quest", "--page-size", "8", "--method", "quest").stderr
+    assert "counts for" not in run_here(*ASK, "--prefill", "quoka", "--prefill-queries", "8").stderr
 
 
 def test_budgets_by_layer_and_parameters_reach_the_cache(place: Path, setting: Defaults) -> None:

@@ -11,7 +11,7 @@ from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.index.schema import Weights
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.prefill.interface import prefills
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.registry import methods, unread
 
 from .options import Options, draw_options
 
@@ -83,6 +83,12 @@ class Case:
     def middle(self) -> int:
         """Tokens of the document that an index covers."""
         return self.tokens - self.sinks - self.tail
+
+    @property
+    def options_read(self) -> Options:
+        """The method's options without those that the others, or a dense prefill of questions, leave without effect."""
+        kind, given, decodes = methods()[self.method], dict(self.options), self.question_prefill != "own"
+        return tuple((name, value) for name, value in self.options if not unread(kind, name, given, decodes=decodes))
 
 
 LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3", "qwen3_next", "falcon_h1")

@@ -86,7 +86,7 @@ def asking_options(world: World, budget: str) -> list[str]:
     prefill = [] if case.question_prefill is None else ["--prefill", case.question_prefill]
     of_prefill = [] if case.prefill_budget is None else ["--prefill-budget", case.prefill_budget]
     return [
-        *("--method", case.method, "--budget", budget, *as_arguments(case.options), *prefill, *of_prefill),
+        *("--method", case.method, "--budget", budget, *as_arguments(case.options_read), *prefill, *of_prefill),
         *("--placement", case.placement, "--max-new-tokens", str(case.answer), "--model", "model", "-q"),
         *("--residual",) * case.residual,
         *("--ahead",) * case.ahead,
@@ -215,7 +215,7 @@ def evaluated(world: World) -> None:
     outcome = ran(
         world,
         *("eval", "doc.txt", "--task", "qa", "--pairs", "pairs.jsonl", "--length", str(min(world.case.tokens, 150))),
-        *("--contexts", "1", "--questions", "1", "--model", "model", "--method", "oracle", "--budget", "1"),
+        *("--questions", "1", "--model", "model", "--method", "oracle", "--budget", "1"),
         *("--budget", "100%", "--max-new-tokens", "3", "--sinks", "2", "--tail", "4", "--json", "-q"),
         *("--device", world.device, *reading_options(world)),
     )
@@ -316,7 +316,7 @@ def api(world: World, index: OpenIndex) -> None:
             budget=case.budget,
             residual=case.residual,
             **setting,
-            **dict(case.options),
+            **dict(case.options_read),
         )
     expected = world.asker(index).ask(question_ids(index, world.question(0)), Sampling(case.answer))
     expect(answer.ids == expected.ids, "API", f"{answer.ids}, not {expected.ids}")

@@ -189,7 +189,7 @@ def eval_command(world: World, index: OpenIndex) -> None:
         return
     random, questions = Random(world.case.more), ["q?", "why so", "name it"]
     budgets, length = ["1", "100%"], min(world.case.tokens, 200)
-    asking = ["eval", "doc.txt", "--task", "qa", "--pairs", "pairs.jsonl", "--length", str(length), "--contexts", "1"]
+    asking = ["eval", "doc.txt", "--task", "qa", "--pairs", "pairs.jsonl", "--length", str(length)]
     asking += ["--questions", "3", "--model", "model", "--method", "oracle", "--max-new-tokens", "8", "--sinks", "2"]
     asking += ["--tail", "4", "--json", "-q", "--keep-indices", "--work", "work", "--device", world.device]
     asking += [part for budget in budgets for part in ("--budget", budget)]

@@ -160,7 +160,7 @@ class World:
         config = choose_config(
             index.artifact,
             case.method,
-            dict(case.options),
+            dict(case.options_read),
             budget=budget or case.budget,
             residual=case.residual,
             prefill=case.question_prefill,

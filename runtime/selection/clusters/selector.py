@@ -358,9 +358,10 @@ class ClusterMethod(Method):
         default=OPENED,
         kw_only=True,
         metadata={
+            "needs": {"lookup": "hierarchical", "selection": "budget"},
             "help": "With --lookup hierarchical, the share of a finer level's clusters that is scored, as a multiple "
             "of the budget's share: 4 at a budget of 5% scores 20%. At most half of the second "
-            "level is scored, and a quarter of the third."
+            "level is scored, and a quarter of the third.",
         },
     )
 

@@ -208,7 +208,10 @@ def test_one_run_at_a_time_adds_answers() -> None:
         (("--prefill", "quoka", "--prefill-budget", "7"), "line 1 was answered with --prefill dense, not quoka, 7 of "),
         (("--guard", "0.5", "--batch-size", "1"), "line 1 was answered without --guard 0.5; "),
         (("--raw",), "line 1 was answered without --raw; "),
-        (("--no-replace", "--buffer", "9"), "line 1 was answered with --replace and with --buffer 128, not 9; "),
+        (
+            ("--no-replace", "--stream", "--buffer", "9"),
+            "line 1 was answered with --replace and without --stream and with --buffer 128, not 9; ",
+        ),
     ],
 )
 def test_answers_of_other_settings_are_not_mixed(other: tuple[str, ...], says: str) -> None:

@@ -92,6 +92,18 @@ def test_a_resumed_run_whose_choice_has_changed_says_how_to_go_on(times: Path) -
         assert (outcome.code, len(outcome.stdout.splitlines())) == (0, 2), outcome.stderr
 
 
+def test_answers_of_auto_are_resumed_by_the_method_that_the_message_names(times: Path) -> None:
+    Path("questions.txt").write_text("Why?\nHow?\n")
+    batch = ("--batch-file", "questions.txt", "--resume", "answers.jsonl")
+    answered(*batch)
+    keep(times, FAST, SLOW)
+    Path("answers.jsonl").unlink()
+    assert answered(*batch)[0]["method"] == "dense"
+    told = "with --method dense, not multipole; give --method dense, or name another file"
+    fails(2, *ASK[:-2], *batch, "-q", says=(told,))
+    assert run_here(*ASK[:-2], *batch, "--method", "dense").code == 0
+
+
 def test_the_choice_is_told_unless_quiet_and_with_stats_even_then(times: Path) -> None:
     assert answered("Why?", "-q")[1] == ""
     assert answered("Why?", "-q", "--stats")[1].startswith("--method auto: ")

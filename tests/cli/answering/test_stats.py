@@ -62,3 +62,14 @@ def test_a_kv_fraction_over_int8_rows_is_counted_in_the_dtype_of_the_index(place
     told = "keys and values in float32 (stored in int8)"
     assert told in " ".join(run_here(*report, "-i", "int8.skv").stdout.split())
     assert told in run_here("generate", "Why?", "--max-new-tokens", "2", "--stats", "-i", "int8.skv").stderr
+
+
+@pytest.mark.usefixtures("place")
+def test_a_share_that_questions_read_together_is_told_as_that_of_their_steps() -> None:
+    Path("questions.txt").write_text("Why?\nHow?\nWhat?\n")
+    ask = ("generate", "--batch-file", "questions.txt", "--max-new-tokens", "2", "--stats", "-q")
+    together = run_here(*ask, "--batch-size", "2").stderr
+    assert together.count(", its steps, each of up to 2 questions, read ") == 3
+    alone = run_here(*ask, "--batch-size", "1").stderr
+    assert "its steps" not in alone
+    assert alone.count(" a second, read ") == 3

@@ -56,6 +56,6 @@ def test_an_uncut_text_is_not_told(place: Path) -> None:
 
 def test_one_question_by_one_variant_is_told_as_one_without_an_interval(place: Path) -> None:
     _write_pairs("Line 3 says")
-    told = run_here("eval", "doc.txt", "--pairs", "pairs.jsonl", *DENSE, "--length", "900", "--contexts", "1").stderr
+    told = run_here("eval", "doc.txt", "--pairs", "pairs.jsonl", *DENSE, "--length", "900").stderr
     assert "each by 1 variant of attention;" in told
     assert "the intervals of 1 question about 1 context are unknown; ask about 10 contexts or more" in told
