@@ -157,6 +157,15 @@ class EvalOptions:
             "tokens.",
         ),
     ] = False
+    dense_layers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Let methods attend to all tokens in the model's first N layers; Quest's authors use 2. Methods with "
+            "dense layers of their own, such as tidaldecode, keep those.",
+        ),
+    ] = 0
     prefill: Annotated[
         list[str] | None,
         typer.Option(
@@ -286,7 +295,11 @@ class EvalCall:
         if set(options.method or ()) == {DENSE}:
             question = options.question_prefill != DENSE and options.question_prefill
             given = {"--budget": (options.budget or [None])[0], "--residual": options.residual}
-            given |= {"--question-prefill": question, "--question-budget": options.question_budget}
+            given |= {
+                "--dense-layers": options.dense_layers,
+                "--question-prefill": question,
+                "--question-budget": options.question_budget,
+            }
             refuse_beside_dense(self._typed(given))
         if options.data is None:
             of_tasks = {

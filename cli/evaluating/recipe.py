@@ -14,7 +14,7 @@ from sparsekv.cli.evaluating.options import (
     chosen_methods,
     needed_indexers,
 )
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.schema import kv_dtype_named, weights_named
 from sparsekv.formats.models.load import identify
 from sparsekv.indexing.build import Builder
@@ -22,7 +22,7 @@ from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import Prefill, choose_prefill
 from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.choose_config import question_prefill
-from sparsekv.runtime.evaluation.engine import Comparison, Parts, Progress, evaluate, unanswered
+from sparsekv.runtime.evaluation.engine import Comparison, Parts, Progress, evaluate, first_dense, unanswered
 from sparsekv.runtime.evaluation.inputs import work_folder
 from sparsekv.runtime.evaluation.table import Answers, Cell, Result, Score
 from sparsekv.runtime.evaluation.tasks import Context
@@ -99,16 +99,21 @@ class EvalRecipe:
             **{name: about[name] for name in ("model", "document", "weights", "kv_dtype", "rope_scaling", "seed")},
             "question_prefill": question.name,
             "question_budget": question.budget.value if isinstance(question, QuestionPrefill) else None,
+            "dense_layers": first_dense(self.methods.get(result.way.method), options.dense_layers),
             "sinks": options.sinks,
             "tail": options.tail,
             "batch_size": options.batch_size,
         }
 
     def _label(self, method: str, variant: str) -> str:
-        return " + ".join(filter(None, (self.labels.get(method), variant)))
+        dense = first_dense(self.methods.get(method), self.options.dense_layers)
+        return " + ".join(filter(None, (self.labels.get(method), dense and f"dense_layers={dense}", variant)))
 
     def load(self) -> Comparison:
-        """Load the model and return the comparison. Raises the errors of `cli.common.loading.load`."""
+        """Load the model and return the comparison.
+
+        Raises the errors of `cli.common.loading.load`, and UsageError for more dense layers than the model has.
+        """
         options = self.options
         loaded = load(
             options.model,
@@ -118,6 +123,10 @@ class EvalRecipe:
             quiet=options.run.quiet,
             weights=weights_named(options.weights),
         )
+        layers = loaded.model.config.get_text_config().num_hidden_layers
+        if options.dense_layers > layers:
+            given = f"--dense-layers {options.dense_layers}"
+            raise UsageError(f"{given}: the model has {layers} layers; give a number from 0 to {layers}")
         return Comparison(
             loaded=loaded,
             identity=identify(loaded),
@@ -126,6 +135,7 @@ class EvalRecipe:
             builder=Builder(loaded, self.build, self.prefills),
             question=self.question,
             residual=options.residual,
+            dense_layers=options.dense_layers,
             raw=options.raw,
             keep=options.keep_indices,
             max_new_tokens=options.max_new_tokens,

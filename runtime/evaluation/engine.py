@@ -48,6 +48,7 @@ from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
+from sparsekv.runtime.selection.token_choice import LayerSharing
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the number of its steps done, and their total."""
@@ -92,6 +93,8 @@ class Comparison:
         builder: builds the indices with the tensors of the methods, for each of the builder's prefills.
         question: attention of a question's tokens.
         residual: run each method that drops the tokens it does not select a second time, with a residual.
+        dense_layers: number of the model's first layers in which methods attend to all tokens. Methods that have dense
+            layers of their own keep those.
         raw: use no chat template.
         keep: do not remove the indices after the evaluation.
         max_new_tokens: largest number of tokens of a generated answer; None: the question's own `max_new_tokens`.
@@ -106,6 +109,7 @@ class Comparison:
     builder: Builder
     question: Dense | Own | QuestionPrefill = field(default_factory=Own)
     residual: bool = False
+    dense_layers: int = 0
     raw: bool = False
     keep: bool = False
     max_new_tokens: int | None = None
@@ -212,6 +216,12 @@ def _said(question: Question) -> str:
     """Return the answer that later turns show: all expected strings if the metric requires each, or else the first."""
     answers = question.answers if METRICS[question.metric].every else question.answers[:1]
     return f"{' ' if question.prefix else ''}{', '.join(answers)}"
+
+
+def first_dense(method: Method | None, layers: int) -> int:
+    """Return the number of first layers that `--dense-layers` makes dense: `layers`, or 0 for dense attention (None)
+    and for methods that have dense layers of their own."""
+    return 0 if method is None or isinstance(method, LayerSharing) else layers
 
 
 def check_room(comparison: Comparison, contexts: list[Context]) -> None:
@@ -441,6 +451,7 @@ class _Asking:
         method = comparison.methods.get(way.method)
         parameters = comparison.builder.parameters
         code = None if method is None else code_of(type(method))
+        dense_layers = first_dense(method, comparison.dense_layers)
         return {
             "version": version("sparsekv"),
             "model": [model.config_hash, model.weights_hash, model.adapter, model.quantisation],
@@ -456,6 +467,7 @@ class _Asking:
             "way": way.record(),
             "share": way.budget is not None and way.budget.is_share,
             "method": None if method is None else asdict(method),
+            **({"dense_layers": dense_layers} if dense_layers else {}),
             **({} if code is None else {"code": code}),
             "indexers": parameters if way.variant else {way.method: parameters.get(way.method)},
             **comparison.builder.sample_of(way.method),
@@ -522,8 +534,10 @@ class _Asking:
     def _config(self, way: Variant) -> DecodeConfig:
         if way.budget is None:
             return DecodeConfig(Dense())
-        form = MethodSpec(way.method, way.variant, self.comparison.methods[way.method], residual=bool(way.variant))
-        return DecodeConfig(form, way.budget, question=self.comparison.question)
+        comparison, method = self.comparison, self.comparison.methods[way.method]
+        form = MethodSpec(way.method, way.variant, method, residual=bool(way.variant))
+        dense_layers = first_dense(method, comparison.dense_layers)
+        return DecodeConfig(form, way.budget, question=comparison.question, dense_layers=dense_layers)
 
     def _answer(self, index: OpenIndex, cache: IndexCache, question: Question) -> ScoredAnswer:
         comparison, started = self.comparison, time.perf_counter()

@@ -273,6 +273,11 @@ def test_an_evaluated_answer_longer_than_the_positions(place: Path) -> None:
     fails(2, *asked, "--max-new-tokens", "3800", says=("a document of niah-single has", "has positions for"))
 
 
+def test_more_dense_layers_than_the_evaluated_model_has(place: Path) -> None:
+    asked = ("eval", "doc.txt", "--model", "model", "--length", "500", "--work", "work")
+    fails(2, *asked, "--dense-layers", "4", says=("--dense-layers 4: the model has 3 layers", "from 0 to 3"))
+
+
 def test_debug_shows_the_traceback(place: Path) -> None:
     outcome = run_here("--debug", "generate", "Why?", "--budget", "0")
     assert outcome.code == 2

@@ -87,6 +87,23 @@ def test_every_method_answers_as_if_it_had_prefilled_the_question(
             assert (one.given.text, one.given.kv_fraction) == (own.text, cache.kv_fraction())
 
 
+def test_methods_are_dense_in_the_first_layers_on_request(loaded: LoadedModel, tmp_path: Path) -> None:
+    """tidaldecode has dense layers of its own. The runs share a folder, and none takes over answers of another."""
+    names, layers = ("keydiff", "tidaldecode"), loaded.model.config.num_hidden_layers
+    context = replace(CONTEXT, questions=CONTEXT.questions[:1])
+
+    def read(count: int) -> dict[str, float]:
+        comparison = _comparison(loaded, names, budgets=[Budget(0.05)], dense_layers=count)
+        results, _ = _prefilled(comparison, context, tmp_path)
+        return {one.way.method: one.given.kv_fraction or 0.0 for one in results}
+
+    none, first, every = read(0), read(1), read(layers)
+    assert none["tidaldecode"] == first["tidaldecode"] == every["tidaldecode"]
+    assert first["keydiff"] == pytest.approx((1 + (layers - 1) * none["keydiff"]) / layers)
+    assert every["keydiff"] == 1.0
+    assert read(0) == none
+
+
 def test_a_batch_prefills_a_question_once_too(loaded: LoadedModel, tmp_path: Path) -> None:
     some = ("codes", "quest")
     results, passes = _prefilled(_comparison(loaded, some, together=2), CONTEXT, tmp_path)
