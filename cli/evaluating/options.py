@@ -294,7 +294,7 @@ class EvalCall:
         options.check()
         if set(options.method or ()) == {DENSE}:
             question = options.question_prefill != DENSE and options.question_prefill
-            given = {"--budget": (options.budget or [None])[0], "--residual": options.residual}
+            given = {"--budget": next(iter(options.budget or ()), None), "--residual": options.residual}
             given |= {
                 "--dense-layers": options.dense_layers,
                 "--question-prefill": question,

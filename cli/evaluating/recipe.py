@@ -107,7 +107,8 @@ class EvalRecipe:
 
     def _label(self, method: str, variant: str) -> str:
         dense = first_dense(self.methods.get(method), self.options.dense_layers)
-        return " + ".join(filter(None, (self.labels.get(method), dense and f"dense_layers={dense}", variant)))
+        first = f"dense_layers={dense}" if dense else ""
+        return " + ".join(filter(None, (self.labels.get(method), first, variant)))
 
     def load(self) -> Comparison:
         """Load the model and return the comparison.
