@@ -285,8 +285,8 @@ class EvalCall:
         options.check()
         if set(options.method or ()) == {DENSE}:
             question = options.question_prefill != DENSE and options.question_prefill
-            given = {"--budget": (options.budget or [None])[0], "--residual": options.residual}
-            given |= {"--question-prefill": question, "--question-budget": options.question_budget}
+            given = {"--budget": " --budget ".join(options.budget or ()), "--residual": options.residual}
+            given |= {"--question-prefill": question, "--question-budget": options.question_budget or False}
             refuse_beside_dense(self._typed(given))
         if options.data is None:
             of_tasks = {

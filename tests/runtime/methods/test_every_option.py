@@ -19,7 +19,7 @@ INSIDE = slice(SINKS, SINKS + MIDDLE)
 SPLIT = Split(sinks=SINKS, middle=MIDDLE, tail=TAIL)
 ROPE = RopeFacts(frequencies=[10_000.0 ** (-pair / (D // 2)) for pair in range(D // 2)], interleaved=False)
 FACTS = LayerFacts(softmax_scale=0.3, softcap=None, sliding_window=None, attention_sinks=False, rope=ROPE)
-OTHER = {
+OTHER: dict[str, Any] = {
     **{"seed": 1, "iterations": 1, "space": "centred", "outliers": 0.05, "block": 100, "levels": (0.2,)},
     **{"code_bytes": 4, "pq_bytes": 4, "query_sample": 64, "alpha": 0.5, "centroids": 16},
     **{"subspace_size": 8, "subspaces": "contiguous"},
@@ -62,7 +62,8 @@ def _selected(name: str, options: dict[str, Any], *, joint: bool) -> list[torch.
     """All that a method selects in each layer: rows, weights of samples, and log-counts of centroids."""
     keys, values, queries = _rows()
     kind, found, shared = methods()[name], list[torch.Tensor](), dict[str, Any]()
-    made = indexers()[name](**({"levels": (0.1, 0.03)} if name in TWO_LEVELS else {})) if kind.needs_index else None
+    levels: dict[str, Any] = {"levels": (0.1, 0.03)} if name in TWO_LEVELS else {}
+    made = indexers()[name](**levels) if kind.needs_index else None
     tensors, calibration = ({}, {}) if made is None else _built(made)
     if "token_order" in tensors:
         tensors = tensors | {"token_order": tensors["token_order"] - SINKS}
