@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.cli.common.commands import COMMANDS
+from sparsekv.cli.common.commands import COMMANDS, HELP, asks_for_help
 from sparsekv.cli.common.process import raise_lost_interrupt, refuse_little_room, refuse_lost_folder, refuse_small_limit
 from sparsekv.cli.common.values import refuse_repeated
 from sparsekv.cli.configuring.sources import apply_defaults
@@ -33,7 +33,7 @@ class _LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and not set(HELP) & set(rest):
+        if name is not None and not asks_for_help(rest):
             apply_defaults(ctx, name, command, COMMANDS)
         return name, command, rest
 
@@ -55,8 +55,6 @@ def _refuse_unknown(name: str) -> None:
         meant = " (help is --help)" if name == "help" else suggestion(name, COMMANDS)
         raise UsageError(f"no command '{name}'{meant}; there are: {', '.join(COMMANDS)}")
 
-
-HELP = ("--help", "-h")
 
 app = typer.Typer(
     cls=_LazyGroup, rich_markup_mode=None, add_completion=False, context_settings={"help_option_names": HELP}

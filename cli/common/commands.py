@@ -1,5 +1,7 @@
 """The subcommands by name, with their help texts. `sparsekv --help` prints them without importing their modules."""
 
+from collections.abc import Sequence
+
 COMMANDS = {
     "build-index": "Prefill a document once, and write its keys, values and index.",
     "generate": "Answer questions over an index.",
@@ -29,3 +31,12 @@ MOVED = dict.fromkeys(("end-to-end", "config", "distinct-layers", "compile"), "b
 def moved(command: str, option: str) -> str | None:
     """Return the command to which an option of `command` has moved; None if the option did not move."""
     return MOVED.get(option) if command == "bench" else None
+
+
+HELP = ("--help", "-h")
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether an argument before `--` is an option for help. After `--` there are only texts and names."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return any(one in HELP for one in options)

@@ -58,7 +58,7 @@ def _find() -> Path | None:
         here = Path.cwd()
     except OSError:  # the current folder was removed
         return None
-    home = Path(os.path.expanduser("~"))
+    home = Path(os.path.realpath(os.path.expanduser("~")))  # as the current folder, which has no links
     for folder in (here, *here.parents):
         if os.path.lexists(folder / NAME):
             return folder / NAME

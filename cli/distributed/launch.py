@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.common.commands import BY_RANKS
+from sparsekv.cli.common.commands import BY_RANKS, asks_for_help
 from sparsekv.formats.distributed.process import FOLDER, LAUNCHER, TOLD, own_place
 from sparsekv.formats.errors import SparsekvError, UsageError
 
@@ -191,7 +191,7 @@ def _start_processes(size: int | None) -> int | None:
             f"--gpus {size}: this is one of {place.size} processes that torchrun started; leave --gpus out"
         )
     arguments = _without_option(sys.argv[1:])
-    if {"--help", "-h"} & set(arguments) or all(one.startswith("-") for one in arguments):
+    if asks_for_help(arguments) or all(one.startswith("-") for one in arguments):
         return size
     refuse_other_commands(arguments)
     if size > (most := max(MOST_ON_FEW_CORES, cores := os.cpu_count() or 1)):

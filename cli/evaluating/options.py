@@ -294,12 +294,9 @@ class EvalCall:
         options.check()
         if set(options.method or ()) == {DENSE}:
             question = options.question_prefill != DENSE and options.question_prefill
-            given = {"--budget": next(iter(options.budget or ()), None), "--residual": options.residual}
-            given |= {
-                "--dense-layers": options.dense_layers,
-                "--question-prefill": question,
-                "--question-budget": options.question_budget,
-            }
+            given = {"--budget": " --budget ".join(options.budget or ()), "--residual": options.residual}
+            given |= {"--dense-layers": options.dense_layers > 0 and str(options.dense_layers)}
+            given |= {"--question-prefill": question, "--question-budget": options.question_budget or False}
             refuse_beside_dense(self._typed(given))
         if options.data is None:
             of_tasks = {

@@ -7,7 +7,7 @@ import os
 import platform
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
@@ -24,6 +24,7 @@ from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.layer_timer import SettingTimes
 from sparsekv.runtime.benchmark.sources import middle_layer
+from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.threads import Usage, left_free, usage
 from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
@@ -33,6 +34,9 @@ ROUNDS = 5
 """Number of times that both steps are timed in turn. The fastest round counts, because other load only adds time."""
 STEADY = 1.5
 """Largest sign of other load at which times are kept, see `_Compared.measure`."""
+COMPILERS = {"cpu": "numba", "cuda": "triton"}
+"""Package that compiles kernels, by device type. Without it torch computes the steps, which takes several times as
+long."""
 RUNS = {"cpu": 3, "cuda": 10}
 """Number of timed runs per step and round, by device type."""
 
@@ -157,27 +161,36 @@ class _Compared:
         manifest, layer = self.artifact.manifest, middle_layer(self.artifact)
         kv_heads, channels = self.artifact.heads_and_channels(layer)
         record, on_gpu = manifest.methods.get(self.form.name), self.device.type == "cuda"
+        source, attention = self._residual_source(), manifest.attending[layer]
         return {
             "revision": REVISION,
             "sparsekv": version("sparsekv"),
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if on_gpu else platform.node(),
             "threads": None if on_gpu else torch.get_num_threads(),
+            "compiler": _version_of(COMPILERS[self.device.type]),
             "flash_attention": getattr(flash_attention_3(), "__name__", None) if on_gpu else None,
             "query_heads": manifest.files[layer_file("queries", layer)].tensors["tail"].shape[0],
             "kv_heads": kv_heads,
             "channels": channels,
+            "softcap": attention.softcap is not None,
+            "attention_sinks": attention.attention_sinks,
             "dtype": str(self.dtype),
             "kv_storage": None if manifest.kv_storage is None else manifest.kv_storage.dtype,
             "tokens": round(2 ** (round(8 * math.log2(manifest.split.tokens)) / 8)),
             "questions": self.questions,
             "method": self.form.name,
             "parameters": asdict(self.form.method),
-            "residual": self.form.residual,
+            "residual": None if source is None else [source, manifest.methods[source].parameters],
             "built": None if record is None else record.parameters,
             "code": code_of(type(self.form.method)),
             "budget": self.budget.value,
         }
+
+    def _residual_source(self) -> str | None:
+        """Return the method whose centroids a residual reads in each step; None without a residual."""
+        replaces = self.form.method.replaces()
+        return residual_source(self.artifact) if self.form.residual and not replaces else None
 
     @torch.inference_mode()
     def measure(self) -> tuple[StepTimes, float]:
@@ -212,6 +225,14 @@ class _Compared:
         if self.questions > 1:
             return self.form.method.can_unite() and plan.shareable
         return self.device.type == "cpu" or plan.graph_state() is not None
+
+
+def _version_of(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def crowding(before: Usage | None) -> float:

@@ -80,6 +80,21 @@ def test_a_table_of_a_command_outranks_what_is_for_all(tuned: Path) -> None:
     assert (json.loads(outcome.stdout)["index"], json.loads(outcome.stdout)["verified"]) == ("other.skv", True)
 
 
+def test_a_question_that_is_like_an_option_for_help_has_the_defaults_too(tuned: Path) -> None:
+    Path("sparsekv.toml").write_text("[generate]\nbudget = 0.5\n")
+    outcome = run_here("generate", *ASK[2:], "--", "-h")
+    assert json.loads(outcome.stdout)["budget"] == 0.5
+
+
+def test_the_search_ends_at_a_home_that_is_a_link(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "disk" / "home").mkdir(parents=True)
+    (place / "home").symlink_to(place / "disk" / "home")
+    (place / "disk" / "sparsekv.toml").write_text("budget = 1\n")
+    monkeypatch.setenv("HOME", str(place / "home"))
+    monkeypatch.chdir(place / "home")
+    assert json.loads(run_here("config", "--json").stdout)["file"] is None
+
+
 def test_the_nearest_file_up_to_the_home_counts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = place / "home" / "project" / "sub"
     inner.mkdir(parents=True)

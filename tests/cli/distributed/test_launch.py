@@ -29,6 +29,7 @@ def test_commands_for_one_process_are_refused(place: Path) -> None:
     fails(2, "--gpus", "2", "inspect", "doc.skv", says=("inspect runs as one process", "build-index and generate"))
     fails(2, "--gpus", "3", "--gpus=4", "inspect", "doc.skv", says=("--gpus is given twice",))
     fails(2, "--gpus", "1000", "generate", "-i", "doc.skv", "Why?", says=("--gpus 1000: this machine has", "cores"))
+    fails(2, "--gpus", "1000", "generate", "-i", "doc.skv", "--", "-h", says=("--gpus 1000: this machine has", "cores"))
     fails(2, "--gpus", "0", "generate", says=("--gpus", "greater than or equal to 1", "`sparsekv --help`"))
     fails(2, "generate", "--gpus", "2", says=("--gpus stands before the command: `sparsekv --gpus 2 generate`",))
 

@@ -12,6 +12,7 @@ from support.configs import sparse
 from support.small_index import build_small
 
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.benchmark import faster_attention
 from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster, crowding
@@ -19,6 +20,7 @@ from sparsekv.runtime.benchmark.sources import asked, asked_by_many, layer_of
 from sparsekv.runtime.decoding.threads import usage
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.squeezed import Squeezed
+from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.selection.interface import Budget
 
 CPU = torch.device("cpu")
@@ -91,6 +93,25 @@ def test_other_budgets_parameters_dtypes_and_questions_have_other_times(artifact
     chosen(artifact, questions=3)
     choose_faster(artifact, SQUEEZED, 1, CPU, torch.bfloat16)
     assert len([*kept.iterdir()]) == 5
+
+
+def test_other_centroids_of_a_residual_have_other_times(kept: Path, tmp_path: Path) -> None:
+    config = sparse("window", Window(), Budget(0.2), residual=True)
+    for number, levels in enumerate(((0.25,), (0.03,))):
+        built = build_small(tmp_path / f"{number}.skv", methods={"multipole": MultipoleIndexer(levels=levels)})
+        chosen(built.artifact, config)
+        assert chosen(built.artifact, config).measured.startswith("measured on ")
+    assert len([*kept.iterdir()]) == 2
+
+
+def test_times_of_another_compiler_of_kernels_do_not_count(
+    artifact: Artifact, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before and after an installation of numba, which makes a step several times as fast."""
+    chosen(artifact)
+    monkeypatch.setattr(faster_attention, "COMPILERS", {"cpu": "no such package", "cuda": "triton"})
+    chosen(artifact)
+    assert len([*kept.iterdir()]) == 2
 
 
 def test_a_method_that_answers_one_question_at_a_time_is_not_taken_for_several(artifact: Artifact, kept: Path) -> None:
