@@ -72,7 +72,11 @@ def likeness() -> dict[str, Any]:
         "environment": {name: value for name, value in environment.items() if not _may_differ(name)},
         "limits (ulimit)": [list(resource.getrlimit(number)) for number in _limits()],
         "cores (taskset)": sorted(os.sched_getaffinity(0)),
-        "priority (nice)": os.getpriority(os.PRIO_PROCESS, 0),
+        "priority (nice, chrt)": [
+            os.getpriority(os.PRIO_PROCESS, 0),
+            os.sched_getscheduler(0),
+            os.sched_getparam(0).sched_priority,
+        ],
         "groups": [os.getgid(), os.getegid(), *sorted(os.getgroups())],
         "capabilities": _capabilities(),
         "container": [*map(_namespace, ("mnt", "pid", "net", "user", "ipc")), os.stat("/").st_ino],

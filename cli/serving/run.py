@@ -61,7 +61,7 @@ def run(options: ServeOptions) -> None:
     limits = _limits(options)
     first, *others = artifacts
     opened = _first(options, artifacts[first], configs[first])
-    beside = partial(_beside, opened.loaded, folders[first])
+    beside = partial(_beside, options, opened.loaded, folders[first])
     note_small_budgets([config.budget for config in configs.values()], quiet=options.quiet)
 
     def open_later(name: str, folder: Path) -> Served:
@@ -144,15 +144,23 @@ def _memory(options: ServeOptions, first: OpenIndex) -> int:
     return (machine if gpu is None or options.placement != "device" else gpu.left) // 2
 
 
-def _beside(loaded: LoadedModel, first: Path, artifact: Artifact) -> OpenIndex:
-    """Open another index with the model of the first index. Raises IdentityError if another model built the index."""
+def _beside(options: ServeOptions, loaded: LoadedModel, first: Path, artifact: Artifact) -> OpenIndex:
+    """Open another index with the model of the first index. Print a note if the index was built in another dtype.
+
+    Raises IdentityError if another model built the index.
+    """
     its = identify(loaded, artifact.manifest)
     try:
         with exclusive(loaded.model):
-            return open_index(artifact, loaded.model, loaded.tokenizer, its, files=loaded.tokenizer_files)
+            opened = open_index(artifact, loaded.model, loaded.tokenizer, its, files=loaded.tokenizer_files)
     except IdentityError as error:
         error.add_note(f"{first} and {artifact.folder} would be served by one model")
         raise
+    built_in, served_in = artifact.manifest.dtype, str(opened.dtype).removeprefix("torch.")
+    if options.dtype == "auto" and built_in != served_in:
+        told = f"{artifact.folder} was built in {built_in} and is served in {served_in}, as {first} is"
+        note(f"{told}; --dtype chooses the dtype of all", quiet=options.quiet)
+    return opened
 
 
 def _tell(options: ServeOptions, shelf: Shelf, address: str) -> None:

@@ -48,6 +48,12 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         ((*BUILD, "--kv-dtype", "int9"), 2, ("--kv-dtype int9", "choose one of auto, int8", "did you mean int8")),
         ((*BUILD, "--rope-scaling", "yarn"), 2, ("--rope-scaling yarn", "FACTOR")),
         (("generate", "Why?", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),
+        (("generate", "Why?", "--method", ""), 2, ("no method ''", "squeezed")),
+        (
+            ("generate", "Why?", "--prefill", "quoka", "--prefill-budget", ""),
+            2,
+            ("--prefill-budget '' is not a budget",),
+        ),
         (("generate", "Why?", "--method", "all"), 2, ("name one method, not all", "squeezed", "dense")),
         (("generate", "Why?", "--prefill", "all"), 2, ("--prefill all: name one method",)),
         (

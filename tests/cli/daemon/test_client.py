@@ -113,7 +113,16 @@ def test_a_terminals_variables_may_differ_and_a_librarys_not(monkeypatch: pytest
     assert differing(likeness(), server) == "environment (OMP_DYNAMIC)"
 
 
-def test_nice_and_taskset_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduling_policy_is_kept() -> None:
+    server = likeness()
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        assert differing(likeness(), server) == "priority (nice, chrt)"
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def test_taskset_is_kept() -> None:
     server = likeness()
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})

@@ -66,6 +66,8 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "system", "content": "Be brief."}, user("a")]}, "messages", "system"),
     ({"sparsekv": {"budget": 0}}, "sparsekv", "budget 0 is not a budget"),
     ({"sparsekv": {"budget": "300%"}}, "sparsekv", "not a budget"),
+    ({"sparsekv": {"method": "squeezed", "budget": ""}}, "sparsekv", "budget '' is not a budget"),
+    ({"sparsekv": {"method": ""}}, "sparsekv", "no method ''"),
     ({"sparsekv": {"method": "qest"}}, "sparsekv", "did you mean quest?"),
     ({"sparsekv": {"method": "dense", "budget": 0.1}}, "sparsekv", "no effect"),
     ({"sparsekv": {"prefill": "nothing"}}, "sparsekv", "prefill nothing"),

@@ -181,6 +181,16 @@ def test_notes_that_cannot_be_written_end_no_answer(indices: Path, tmp_path: Pat
             assert prompt_tokens(server, "doc") == before
 
 
+def test_an_index_that_is_served_in_another_dtype_than_its_own_is_named(built: Path, tmp_path: Path) -> None:
+    """All indices share the first one's model."""
+    other = ("--model", built / "model", "--dtype", "bfloat16", "--method", "squeezed", "-o", tmp_path / "other.skv")
+    assert run_here("build-index", built / "doc.txt", *other, "-q").code == 0
+    shutil.copytree(built / "doc.skv", tmp_path / "doc.skv")
+    with serving(tmp_path, "doc.skv", "other.skv", stderr=str(tmp_path / "notes")):
+        notes = (tmp_path / "notes").read_text()
+    assert "other.skv was built in bfloat16 and is served in float32, as doc.skv is; --dtype" in notes
+
+
 def test_indices_beyond_the_memory_are_closed_and_opened_again(indices: Path, place: Path, tmp_path: Path) -> None:
     """With room for none: each index that is opened closes the others, if nobody asks them."""
     (tmp_path / "model").symlink_to((indices / "model").resolve())
