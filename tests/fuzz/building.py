@@ -12,8 +12,8 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.indexers.interface import indexer_of, indexers
+from sparsekv.indexing.plan import BuildPlan, stored_checkpoints
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.decoding.open import OpenIndex
 
@@ -183,6 +183,66 @@ def interrupted(world: World, index: OpenIndex) -> None:
             expect(first >= prefilled, "interrupted", f"after {prefilled} tokens, it went on after {first}")
     same_as_fresh(world, folder, world.plan(), methods=True, fresh=world.folder / "index.skv")
     world.open("again.skv")
+
+
+@deed("one after another", 5, asks=False)
+def one_after_another(world: World, index: OpenIndex) -> None:
+    """Builds with changed texts and settings, some of them stopped anywhere, end in the index of the last one."""
+    random, folder, plan, text = Random(world.case.more), world.folder / "index.skv", world.plan(), world.document
+    builds = random.choice([2, 3, 4])
+    for number in range(builds):
+        plan, text = _changed(world, plan, text, random)
+        left = random.randint(1, 25) if number < builds - 1 and random.random() < 0.7 else 0
+
+        def stop(stage: str, done: int, of: int, left: list[int] = [left]) -> None:  # noqa: B006
+            left[0] -= 1
+            if left[0] == 0:
+                raise _Stopped
+
+        try:
+            build_index(plan, folder, stop)
+        except _Stopped:
+            continue
+        except ArtifactError as error:
+            expect("--force" in str(error), "refused", str(error))
+            plan = with_changes(plan, force=True)
+            build_index(plan, folder)
+        plan = with_changes(plan, force=False)
+    manifest = Artifact(folder).manifest
+    stored = {name: indexer_of(indexers()[name], record.parameters) for name, record in manifest.methods.items()}
+    expect(stored | plan.config.methods == stored, "one after another", f"the methods are {stored}")
+    plan = with_changes(plan, methods=stored, checkpoints=stored_checkpoints(manifest))
+    same_as_fresh(world, folder, plan, methods=True)
+    fresh = Artifact(world.folder / "fresh.skv").manifest
+    for field in ("model", "prompt", "split", "layers", "rope", "dtype", "additions", "file_history"):
+        expect(getattr(manifest, field) == getattr(fresh, field), "one after another", f"other {field} than anew")
+    world.open("index.skv")
+
+
+def _changed(world: World, plan: BuildPlan, text: str, random: Random) -> tuple[BuildPlan, str]:
+    """A plan with a changed text and other settings, and this text."""
+    known = ["edit", "longer", "sinks", "tail", "methods", "same", "int8", "force"]
+    known += ["checkpoints"] * bool(plan.kinds.keeping)
+    kinds = random.sample(known, random.choice([1, 1, 2]))
+    place = random.randint(len(text) // 3, len(text) - 1)
+    if "edit" in kinds:
+        text = text[:place] + world.some_text(random.choice([1, 9, 40]), place) + text[place + 9 :]
+    if "longer" in kinds:
+        text += world.some_text(random.choice([1, 64, 256]), place)
+    if "sinks" in kinds:
+        plan = with_changes(plan, sinks=random.choice([1, 2, 5, 11]))
+    if "tail" in kinds:
+        plan = with_changes(plan, tail=random.choice([2, 5, 20]))
+    if "int8" in kinds:
+        plan = with_changes(plan, kv_dtype=None if plan.config.kv_dtype else "int8")
+    if "checkpoints" in kinds:
+        plan = with_changes(plan, checkpoints=random.choice([1, 2]))
+    if "methods" in kinds:
+        name = random.choice([*indexers()])
+        options = draw_options(random, indexers()[name], head_dim=world.case.head_dim)
+        plan = with_changes(plan, methods={name: from_options(indexers(), name, options)})
+    changes = {"prompt": world.prompt(text), "chunk_size": _again(plan, random), "force": "force" in kinds}
+    return with_changes(plan, **changes), text
 
 
 def same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool, fresh: Path | None = None) -> None:
