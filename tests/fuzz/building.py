@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -187,26 +188,23 @@ def interrupted(world: World, index: OpenIndex) -> None:
 
 @deed("one after another", 5, asks=False)
 def one_after_another(world: World, index: OpenIndex) -> None:
-    """Builds with changed texts and settings, some of them stopped anywhere, end in the index of the last one."""
+    """Builds with changed texts and settings, and appends, some of them stopped anywhere, end in the last one's index.
+
+    A build that is refused, as that of a text without what was appended, runs again with force.
+    """
     random, folder, plan, text = Random(world.case.more), world.folder / "index.skv", world.plan(), world.document
-    builds = random.choice([2, 3, 4])
-    for number in range(builds):
+    for more in reversed(range(random.choice([2, 3, 4]))):
+        if random.random() < 0.2:
+            _stopped(_growing(world, folder, random), folder, random)
         plan, text = _changed(world, plan, text, random)
-        left = random.randint(1, 25) if number < builds - 1 and random.random() < 0.7 else 0
-
-        def stop(stage: str, done: int, of: int, left: list[int] = [left]) -> None:  # noqa: B006
-            left[0] -= 1
-            if left[0] == 0:
-                raise _Stopped
-
         try:
-            build_index(plan, folder, stop)
-        except _Stopped:
-            continue
+            if more and random.random() < 0.7:
+                _stopped(plan, folder, random)
+            else:
+                build_index(plan, folder)
         except ArtifactError as error:
             expect("--force" in str(error), "refused", str(error))
-            plan = with_changes(plan, force=True)
-            build_index(plan, folder)
+            build_index(with_changes(plan, force=True), folder)
         plan = with_changes(plan, force=False)
     manifest = Artifact(folder).manifest
     stored = {name: indexer_of(indexers()[name], record.parameters) for name, record in manifest.methods.items()}
@@ -217,6 +215,28 @@ def one_after_another(world: World, index: OpenIndex) -> None:
     for field in ("model", "prompt", "split", "layers", "rope", "dtype", "additions", "file_history"):
         expect(getattr(manifest, field) == getattr(fresh, field), "one after another", f"other {field} than anew")
     world.open("index.skv")
+
+
+def _growing(world: World, folder: Path, random: Random) -> BuildPlan:
+    """A plan that appends a text to an index."""
+    artifact = Artifact(folder)
+    prompt, text = artifact.manifest.prompt, world.some_text(random.choice([1, 64, 255]), random.randint(0, 10**6))
+    addition = encode_addition(world.tokenizer, text, prompt.chat, prompt.border)
+    return growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
+
+
+def _stopped(plan: BuildPlan, folder: Path, random: Random) -> None:
+    """Build, but for one build in four until a step of it, if it has so many."""
+    left = random.randint(1, 25) if random.random() < 0.75 else 0
+
+    def stop(stage: str, done: int, of: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise _Stopped
+
+    with suppress(_Stopped):
+        build_index(plan, folder, stop)
 
 
 def _changed(world: World, plan: BuildPlan, text: str, random: Random) -> tuple[BuildPlan, str]:
