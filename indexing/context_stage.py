@@ -28,6 +28,7 @@ from sparsekv.indexing.capture.canary import (
     logit_tolerance,
     preflight,
     rounding_dtype,
+    row_distances,
     run_canary,
     run_over_rows,
 )
@@ -171,6 +172,7 @@ class ContextStage:
         captured = self._capture(rows_done, begun)
         if what := captured.not_finite():
             raise SparsekvError(f"{what} are not finite in {plan.dtype}; {self._remedy()}")
+        self._check_reused_layers(captured)
         taken = reused_rows(build, reuse.prefix_tokens)
         # If only queries were missing, the facts that were measured over the reused rows are still valid.
         known = reuse.facts if not reuse.missing else None
@@ -234,6 +236,23 @@ class ContextStage:
         compared = distances if self.plan.config.prefill.exact else distances[:2]
         if bool(logits.isfinite().all()):
             check_distances(compared, model, self.plan.config.kv_dtype)
+
+    def _check_reused_layers(self, captured: Captured) -> None:
+        """Check that the layers whose files are reused have the rows that this build has captured.
+
+        An index would else have layers of two models. After a sparse prefill nothing is compared, because rounding may
+        change its selections. Raises ArtifactError if the last tokens' rows differ beyond rounding.
+        """
+        names = {layer: layer_file("context", layer) for layer in self.plan.kinds.attending}
+        reused = {layer: name for layer, name in names.items() if name not in self.reuse.missing}
+        if not reused or not self.build.team.starts_after_prefix or not self.plan.config.prefill.exact:
+            return
+        apart = []
+        for layer, name in reused.items():
+            stored = context_rows(self.writer.read(name, self.model.device), self.model.dtype).part(slice(None))
+            pairs = zip(captured.rows(layer), stored, strict=True)
+            apart += [row_distances(own[:, -RUN:], rows[:, -RUN:]) for own, rows in pairs]
+        check_distances(torch.stack(apart), self.model, self.plan.config.kv_dtype)
 
     def _check_rotations(self) -> None:
         """Raise UsageError if a method cannot be built for the RoPE of an indexed layer.

@@ -384,7 +384,7 @@ def run_over_rows(
     def given(layer: int, own: RowPair) -> RowPair:
         keys, values = rows(layer, own)
         stored = keys[:, :end], values[:, :end]
-        compared.extend(_distance(ours, theirs[:, before:]) for ours, theirs in zip(own, stored, strict=True))
+        compared.extend(row_distances(ours, theirs[:, before:]) for ours, theirs in zip(own, stored, strict=True))
         return stored
 
     return logits_over_rows(model, input_ids, before, given, state), torch.stack(compared)
@@ -415,7 +415,7 @@ def check_distances(distances: torch.Tensor, model: PreTrainedModel, kv_dtype: K
         )
 
 
-def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+def row_distances(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """Return each token's relative distance [T]: |own - stored| / |stored| of the token's rows in [Hk, T, D]."""
     expected = stored.float()
     apart: torch.Tensor = (own.float() - expected).norm(dim=(0, 2))

@@ -184,7 +184,7 @@ def _interrupted(stage: str, done: int, of: int) -> None:
         raise _Interrupted
 
 
-@pytest.mark.parametrize("case", ["same", "edited", "edited-int8", "interrupted"])
+@pytest.mark.parametrize("case", ["same", "damaged", "edited", "edited-int8", "interrupted"])
 def test_rows_of_other_weights_are_not_continued(tmp_path: Path, case: str) -> None:
     """Else an index has rows of two models, which opening does not notice."""
     plan = small_plan(tokens=1200, kv_dtype="int8" if case == "edited-int8" else None)
@@ -193,6 +193,8 @@ def test_rows_of_other_weights_are_not_continued(tmp_path: Path, case: str) -> N
             build_index(plan, tmp_path / "doc.skv", _interrupted)
     else:
         build_index(plan, tmp_path / "doc.skv")
+    if case == "damaged":
+        (tmp_path / "doc.skv" / "context" / "layer_000.safetensors").unlink()
     other = _with_other_weights(_edited(plan) if "edited" in case else plan)
     with pytest.raises(ArtifactError, match=r"another model has computed them, .*, with --force"):
         build_index(other, tmp_path / "doc.skv")
