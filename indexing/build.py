@@ -252,7 +252,8 @@ def _additions(build: Build) -> list[AdditionRecord]:
     earlier = base.additions if base else []
     if growth:
         return [*earlier, growth.addition]
-    same = base is not None and base.prompt.ids_sha256 == build.ids_sha256
+    # A document may itself have the text that was appended, and then has the same tokens.
+    same = base is not None and base.prompt.text_sha256 == build.plan.prompt.text_sha256
     return earlier if same else []
 
 

@@ -15,19 +15,24 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.context_rows import Pair, context_rows
 from sparsekv.formats.index.context_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.index.kept_prefill import PrefillNote
-from sparsekv.formats.index.manifest import REBUILD
+from sparsekv.formats.index.manifest import REBUILD, difference
 from sparsekv.formats.index.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file, state_file
-from sparsekv.indexing.capture.canary import TOKENS as FIRST_TOKENS
 from sparsekv.indexing.capture.canary import (
+    RUN,
     canary_positions,
     canary_runs,
+    check_distances,
     compare_canary,
     compare_state,
     judge_canary,
+    logit_tolerance,
     preflight,
     rounding_dtype,
+    row_distances,
     run_canary,
+    run_over_rows,
 )
+from sparsekv.indexing.capture.canary import TOKENS as FIRST_TOKENS
 from sparsekv.indexing.capture.capture import (
     BegunPrefill,
     RowsDone,
@@ -93,33 +98,50 @@ def build_context(build: Build, reuse: ReusePlan) -> ContextFacts:
         ArtifactError: files cannot be written, the disk lacks space, or a reused state does not fit the model.
     """
     if reuse.facts is not None and reuse.is_complete:
-        return _with_canary(build, reuse.facts)
+        return _checked(build, reuse.facts)
     return ContextStage(build, reuse).run()
 
 
-def _with_canary(build: Build, facts: ContextFacts) -> ContextFacts:
-    """Add a canary to the facts of a reused context, if an earlier version of sparsekv wrote them without one.
+def _checked(build: Build, facts: ContextFacts) -> ContextFacts:
+    """Return the facts of a reused context, after a check that the build's model has computed its rows.
 
-    The canary has the model's top logits at a few tokens inside the document. The probe has those at the last prompt
-    token, and is computed again with the canary. Facts stay unchanged if a canary cannot be computed. This is so if the
-    model keeps states, if the RoPE depends on the prompt's length, or if several processes share the model, because the
-    other processes hold no rows of a reused context.
+    The prompt's last tokens run over the stored rows. If their rows are the model's and their logits differ from the
+    probe, as with another soft cap of logits, then canary and probe are computed again. So they are if an earlier
+    version of sparsekv wrote the facts without a canary. If several processes share the model, nothing is checked,
+    because the other processes hold no rows of a reused context.
 
     Raises:
         SparsekvError: the model's own attention over the stored rows differs from sparsekv's.
+        ArtifactError: the last tokens' rows differ beyond rounding, because another model computed them.
     """
-    model, ids = build.plan.loaded.model, build.plan.prompt.input_ids
-    complete = facts.canary or len(canary_positions(model, len(ids))) == 1 or build.plan.kinds.keeping
-    if complete or not build.team.starts_after_prefix:
+    plan, storage = build.plan, facts.storage
+    model, ids, kv_dtype = plan.loaded.model, plan.prompt.input_ids, plan.config.kv_dtype
+    if not build.team.starts_after_prefix:
         return facts
 
     def rows(layer: int) -> Pair:
         stored = build.writer.read(layer_file("context", layer), model.device)
         return context_rows(stored, model.dtype).part(slice(None))
 
-    canary, probe = judge_canary(run_canary(model, ids, rows, {}), rounding_dtype(model), build.plan.loaded.name)
-    storage = facts.storage and facts.storage.model_copy(update={"exact_probe": False})
-    return replace(facts, canary=canary, probe=probe, storage=storage)
+    # An index has the state before the last token. After a sparse prefill, only the last token has attended densely.
+    last, keeps = len(ids) - 1, bool(plan.kinds.keeping)
+    first = last if keeps or not plan.config.prefill.exact else max(0, len(ids) - RUN)
+    states = {last: build.writer.read(state_file(last), model.device)} if keeps else {}
+    logits, distances = run_over_rows(model, ids[first:], first, lambda layer, own: rows(layer), states.get(first, {}))
+    over_exact = storage is not None and storage.exact_probe
+    same = difference(facts.probe, logits[-1]) <= logit_tolerance(model, kv_dtype if over_exact else None)
+    if not same or not (facts.canary or keeps or len(canary_positions(model, len(ids))) == 1):
+        runs = run_canary(model, ids, rows, states, last if keeps else 0)
+        canary, probe = judge_canary(runs, rounding_dtype(model), plan.loaded.name)
+        storage = storage and storage.model_copy(update={"exact_probe": False})
+        facts = replace(facts, canary=canary, probe=probe, storage=storage)
+    check_distances(distances, model, kv_dtype)
+    if not same:
+        build.tell(
+            f"{plan.loaded.name} gives other logits than at the build of {build.writer.folder}, over the same keys and "
+            "values: the logits that are compared when the index is opened are stored again"
+        )
+    return facts
 
 
 class ContextStage:
@@ -143,16 +165,18 @@ class ContextStage:
         self._check_rotations()
         if build.earlier is not None and reuse.prefix_tokens:
             self._compare(build.earlier, reuse.prefix_tokens)
+        self._check_last_rows(begun)
         build.progress(PREFILL, self._first(begun), len(self.input_ids))
         build.tell(self._announcement(begun, size))
         rows_done, shared = early_rows(build, reuse.missing)
         captured = self._capture(rows_done, begun)
         if what := captured.not_finite():
             raise SparsekvError(f"{what} are not finite in {plan.dtype}; {self._remedy()}")
+        self._check_reused_layers(captured)
         taken = reused_rows(build, reuse.prefix_tokens)
         # If only queries were missing, the facts that were measured over the reused rows are still valid.
         known = reuse.facts if not reuse.missing else None
-        facts = _with_canary(build, known) if known else self._measure(captured, taken)
+        facts = _checked(build, known) if known else self._measure(captured, taken)
         copies = not build.team.has_all_heads
         files = ContextFiles(writer, recipe, reuse.missing, kv_dtype, taken, shared, copies)
         if kv_dtype is None:
@@ -188,6 +212,47 @@ class ContextStage:
 
         ids, state = self.input_ids[tokens:shared], earlier.state(tokens)
         compare_state(earlier.manifest, tokens, self.model, ids, rows, state)
+
+    def _check_last_rows(self, begun: BegunPrefill | None) -> None:
+        """Check that the model has computed the last of the rows that this build continues.
+
+        All canary tokens of the earlier index may be after the reused rows, and an interrupted build has no canary. If
+        layers keep a state, `_compare` has made the check. Raises ArtifactError if the rows differ beyond rounding.
+        """
+        tokens, model = self._first(begun), self.model
+        if not tokens or self.plan.kinds.keeping:
+            return
+
+        def rows(layer: int, own: Pair) -> Pair:
+            if begun is None:
+                return self._prefix_rows(layer)
+            keys, values = begun.rows[layer]
+            return keys.to(model.device), values.to(model.device)
+
+        first = max(0, tokens - RUN)
+        logits, distances = run_over_rows(model, self.input_ids[first:tokens], first, rows, {})
+        # After a sparse prefill, only the first layer's rows are those of dense attention. `capture` reports rows that
+        # are not finite.
+        compared = distances if self.plan.config.prefill.exact else distances[:2]
+        if bool(logits.isfinite().all()):
+            check_distances(compared, model, self.plan.config.kv_dtype)
+
+    def _check_reused_layers(self, captured: Captured) -> None:
+        """Check that the layers whose files are reused have the rows that this build has captured.
+
+        An index would else have layers of two models. After a sparse prefill nothing is compared, because rounding may
+        change its selections. Raises ArtifactError if the last tokens' rows differ beyond rounding.
+        """
+        names = {layer: layer_file("context", layer) for layer in self.plan.kinds.attending}
+        reused = {layer: name for layer, name in names.items() if name not in self.reuse.missing}
+        if not reused or not self.build.team.starts_after_prefix or not self.plan.config.prefill.exact:
+            return
+        apart = []
+        for layer, name in reused.items():
+            stored = context_rows(self.writer.read(name, self.model.device), self.model.dtype).part(slice(None))
+            pairs = zip(captured.rows(layer), stored, strict=True)
+            apart += [row_distances(own[:, -RUN:], rows[:, -RUN:]) for own, rows in pairs]
+        check_distances(torch.stack(apart), self.model, self.plan.config.kv_dtype)
 
     def _check_rotations(self) -> None:
         """Raise UsageError if a method cannot be built for the RoPE of an indexed layer.

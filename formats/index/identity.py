@@ -13,7 +13,7 @@ from sparsekv.formats.errors import IdentityError
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity, Weights
 
 # Every config field that changes keys, values or attention in any model family that can be indexed. A test changes each
-# number of these families' configs to verify this.
+# number of these families' configs, and each field without a value, to verify this.
 KV_FIELDS = (
     "model_type",
     "hidden_size",
@@ -43,6 +43,7 @@ KV_FIELDS = (
     "layer_types",
     "sliding_window",
     "attn_logit_softcapping",
+    "clip_qkv",
     "query_pre_attn_scalar",
     "attention_multiplier",
     "embedding_multiplier",

@@ -18,12 +18,13 @@ from sparsekv.formats.index.manifest import (
     PROBE_TOLERANCE,
     REBUILD,
     ROW_TOLERANCE,
+    STORING_TOLERANCE,
     difference,
     is_over_exact,
     probe_tolerance,
     top_logits,
 )
-from sparsekv.formats.index.schema import CanaryToken, Manifest, Probe
+from sparsekv.formats.index.schema import CanaryToken, KVDtype, Manifest, Probe
 from sparsekv.formats.models.converted import first_line
 from sparsekv.formats.models.quantised import checkpoint_of
 from sparsekv.formats.models.rope import rope_depends_on_length
@@ -349,29 +350,72 @@ def compare_state(
     Raises:
         ArtifactError: keys or values differ beyond rounding, or the state does not fit the model.
     """
-    compared: list[torch.Tensor] = []
     tokens = input_ids[:RUN]
-
-    def given(layer: int, own: RowPair) -> RowPair:
-        stored = rows(layer, own)
-        stored = stored[0][:, : before + len(tokens)], stored[1][:, : before + len(tokens)]
-        compared.extend(_distance(ours, theirs[:, before:]) for ours, theirs in zip(own, stored, strict=True))
-        return stored
-
     wrong = f"the state after {before:,} tokens of the index, from which this build would continue,"
     try:
-        logits_over_rows(model, tokens, before, given, state)
+        _, distances = run_over_rows(model, tokens, before, rows, state)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, LookupError) as error:
         raise ArtifactError(f"{wrong} does not fit the model ({first_line(error)}); {REBUILD}") from None
-    exact, distances = manifest.kv_storage is None, torch.stack(compared)
+    exact = manifest.kv_storage is None
     off = float(distances.amax() if exact else distances.median(1).values.amax())
     if not off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=not exact):
         raise ArtifactError(f"{wrong} leads to keys and values that are {off:.1%} from the stored ones; {REBUILD}")
 
 
-def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+def run_over_rows(
+    model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: State
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run tokens over stored rows of all tokens up to them, and compare their stored rows with those of the model.
+
+    Args:
+        input_ids: [Q] int64, the tokens after the first `before` tokens.
+        rows: returns a layer's stored keys and values [Hk, >= before + Q, D], on the model's device.
+        state: the state after the first `before` tokens, if layers keep a state.
+
+    Returns:
+        The logits [Q, vocabulary] by the model's own attention, and the relative distances [2 L, Q] of the tokens' keys
+        and values in each of L layers.
+    """
+    compared: list[torch.Tensor] = []
+    end = before + len(input_ids)
+
+    def given(layer: int, own: RowPair) -> RowPair:
+        keys, values = rows(layer, own)
+        stored = keys[:, :end], values[:, :end]
+        compared.extend(row_distances(ours, theirs[:, before:]) for ours, theirs in zip(own, stored, strict=True))
+        return stored
+
+    return logits_over_rows(model, input_ids, before, given, state), torch.stack(compared)
+
+
+def logit_tolerance(model: PreTrainedModel, kv_dtype: KVDtype | None) -> float:
+    """Return the largest relative difference of logits that counts as rounding of a model, or of rows in `kv_dtype`."""
+    rounding = PROBE_TOLERANCE[rounding_dtype(model)]
+    return rounding if kv_dtype is None else max(rounding, STORING_TOLERANCE[kv_dtype])
+
+
+def check_distances(distances: torch.Tensor, model: PreTrainedModel, kv_dtype: KVDtype | None) -> None:
+    """Raise ArtifactError if stored rows of a run differ from the model's rows by more than rounding explains.
+
+    The largest of the medians over tokens counts, because rounding may route a token to another expert. For a single
+    token in int8 the median over layers counts.
+
+    Args:
+        distances: [2 L, Q], as returned by `run_over_rows`.
+        kv_dtype: the storage dtype of the rows; None for the model's dtype.
+    """
+    one_in_8_bits = kv_dtype is not None and distances.shape[1] == 1
+    off = float(distances.median() if one_in_8_bits else distances.median(1).values.amax())
+    if not off <= ROW_TOLERANCE * logit_tolerance(model, kv_dtype):
+        raise ArtifactError(
+            f"the keys and values from which this build would continue are {off:.1%} from those of the model, so "
+            f"another model has computed them, or the same model with another config: use that model, or {REBUILD}"
+        )
+
+
+def row_distances(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """Return each token's relative distance [T]: |own - stored| / |stored| of the token's rows in [Hk, T, D]."""
     expected = stored.float()
     apart: torch.Tensor = (own.float() - expected).norm(dim=(0, 2))

@@ -2,9 +2,11 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from support.causal_families import families, tiny_config, tiny_model
 from support.small_index import random_ids
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -13,8 +15,8 @@ from sparsekv.formats.index.identity import identify_model
 
 from .test_families import TABLE
 
-SOME = ("cohere", "gemma2", "gpt_oss", "granite", "granitemoe", "qwen3_moe", "starcoder2")
-"""Families with multipliers, several norms and experts."""
+SOME = ("cohere", "gemma2", "gpt_oss", "granite", "granitemoe", "olmo", "qwen3_moe", "starcoder2")
+"""Families with multipliers, several norms, experts and clipped rows."""
 NO_NUMBERS = ("output_attentions", "tie_word_embeddings")
 """What a model returns, and which of its weights are one: the identity of the weights has these."""
 
@@ -43,6 +45,16 @@ def changed(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
             yield name, other
 
 
+def given(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """The config with a number for one of its fields without a value, by the name."""
+    for name, value in config.get_text_config().to_dict().items():
+        if value is None and not name.endswith("token_id"):
+            other = copy.deepcopy(config)
+            with suppress(StrictDataclassError):  # the field takes no such number
+                setattr(other.get_text_config(), name, 0.1)
+                yield name, other
+
+
 def _another(value: float) -> float:
     return not value if isinstance(value, bool) else value * 1.5 + 0.1 if isinstance(value, float) else value + 1
 
@@ -58,7 +70,7 @@ def _check(family: str) -> None:
     except Exception:  # an older transformers makes no tiny model of the family: the sweep tells it
         return
     before, missed = rows(model), []
-    for name, other in changed(config):
+    for name, other in [*changed(config), *given(config)]:
         try:
             again = AutoModelForCausalLM.from_config(other, dtype=torch.float32).eval()
             again.load_state_dict(model.state_dict())

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -12,8 +13,8 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.indexing.plan import BuildPlan
+from sparsekv.indexing.indexers.interface import indexer_of, indexers
+from sparsekv.indexing.plan import BuildPlan, stored_checkpoints
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.decoding.open import OpenIndex
 
@@ -183,6 +184,85 @@ def interrupted(world: World, index: OpenIndex) -> None:
             expect(first >= prefilled, "interrupted", f"after {prefilled} tokens, it went on after {first}")
     same_as_fresh(world, folder, world.plan(), methods=True, fresh=world.folder / "index.skv")
     world.open("again.skv")
+
+
+@deed("one after another", 5, asks=False)
+def one_after_another(world: World, index: OpenIndex) -> None:
+    """Builds with changed texts and settings, and appends, some of them stopped anywhere, end in the last one's index.
+
+    A build that is refused, as that of a text without what was appended, runs again with force.
+    """
+    random, folder, plan, text = Random(world.case.more), world.folder / "index.skv", world.plan(), world.document
+    for more in reversed(range(random.choice([2, 3, 4]))):
+        if random.random() < 0.2:
+            _stopped(_growing(world, folder, random), folder, random)
+        plan, text = _changed(world, plan, text, random)
+        try:
+            if more and random.random() < 0.7:
+                _stopped(plan, folder, random)
+            else:
+                build_index(plan, folder)
+        except ArtifactError as error:
+            expect("--force" in str(error), "refused", str(error))
+            build_index(with_changes(plan, force=True), folder)
+        plan = with_changes(plan, force=False)
+    manifest = Artifact(folder).manifest
+    stored = {name: indexer_of(indexers()[name], record.parameters) for name, record in manifest.methods.items()}
+    expect(stored | plan.config.methods == stored, "one after another", f"the methods are {stored}")
+    plan = with_changes(plan, methods=stored, checkpoints=stored_checkpoints(manifest))
+    same_as_fresh(world, folder, plan, methods=True)
+    fresh = Artifact(world.folder / "fresh.skv").manifest
+    for field in ("model", "prompt", "split", "layers", "rope", "dtype", "additions", "file_history"):
+        expect(getattr(manifest, field) == getattr(fresh, field), "one after another", f"other {field} than anew")
+    world.open("index.skv")
+
+
+def _growing(world: World, folder: Path, random: Random) -> BuildPlan:
+    """A plan that appends a text to an index."""
+    artifact = Artifact(folder)
+    prompt, text = artifact.manifest.prompt, world.some_text(random.choice([1, 64, 255]), random.randint(0, 10**6))
+    addition = encode_addition(world.tokenizer, text, prompt.chat, prompt.border)
+    return growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
+
+
+def _stopped(plan: BuildPlan, folder: Path, random: Random) -> None:
+    """Build, but for one build in four until a step of it, if it has so many."""
+    left = random.randint(1, 25) if random.random() < 0.75 else 0
+
+    def stop(stage: str, done: int, of: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise _Stopped
+
+    with suppress(_Stopped):
+        build_index(plan, folder, stop)
+
+
+def _changed(world: World, plan: BuildPlan, text: str, random: Random) -> tuple[BuildPlan, str]:
+    """A plan with a changed text and other settings, and this text."""
+    known = ["edit", "longer", "sinks", "tail", "methods", "same", "int8", "force"]
+    known += ["checkpoints"] * bool(plan.kinds.keeping)
+    kinds = random.sample(known, random.choice([1, 1, 2]))
+    place = random.randint(len(text) // 3, len(text) - 1)
+    if "edit" in kinds:
+        text = text[:place] + world.some_text(random.choice([1, 9, 40]), place) + text[place + 9 :]
+    if "longer" in kinds:
+        text += world.some_text(random.choice([1, 64, 256]), place)
+    if "sinks" in kinds:
+        plan = with_changes(plan, sinks=random.choice([1, 2, 5, 11]))
+    if "tail" in kinds:
+        plan = with_changes(plan, tail=random.choice([2, 5, 20]))
+    if "int8" in kinds:
+        plan = with_changes(plan, kv_dtype=None if plan.config.kv_dtype else "int8")
+    if "checkpoints" in kinds:
+        plan = with_changes(plan, checkpoints=random.choice([1, 2]))
+    if "methods" in kinds:
+        name = random.choice([*indexers()])
+        options = draw_options(random, indexers()[name], head_dim=world.case.head_dim)
+        plan = with_changes(plan, methods={name: from_options(indexers(), name, options)})
+    changes = {"prompt": world.prompt(text), "chunk_size": _again(plan, random), "force": "force" in kinds}
+    return with_changes(plan, **changes), text
 
 
 def same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool, fresh: Path | None = None) -> None:

@@ -16,7 +16,7 @@ TUNING, TRACING, EVALUATING = (
 )  # deeds that run it
 
 
-DRAWING_INDEXERS = ("more methods", "edit")
+DRAWING_INDEXERS = ("more methods", "edit", "one after another")
 """Deeds that draw an indexer of their own, whose options the case does not have."""
 
 

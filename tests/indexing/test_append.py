@@ -73,6 +73,18 @@ def test_a_grown_index_holds_what_building_both_texts_at_once_gives(family: str,
     assert_no_strays(tmp_path / "a.skv")
 
 
+def test_a_document_that_has_the_appended_text_itself_has_no_addition(tmp_path: Path) -> None:
+    """Its lines are counted through, and a change of it is not refused as a loss of appended text."""
+    folder, whole = tmp_path / "a.skv", _plan(text=f"{FIRST}\n\n{MORE}")
+    build_index(_plan(), folder)
+    grown = _grow(folder, whole.loaded)
+    again = build_index(whole, folder)
+    assert again.prompt.ids_sha256 == grown.prompt.ids_sha256
+    assert again.prompt == build_index(whole, tmp_path / "b.skv").prompt
+    assert (len(grown.additions), again.additions) == (1, [])
+    assert build_index(_plan(text=f"{FIRST}\n\n{MORE} More."), folder).split.tokens > again.split.tokens
+
+
 def test_a_text_that_was_cut_stays_one_when_more_follows(tmp_path: Path) -> None:
     """`inspect` says where, and names no text as whole of which a part was left out."""
     plan = small_plan(tokens=300)

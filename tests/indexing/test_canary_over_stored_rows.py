@@ -1,4 +1,4 @@
-"""Builds onto an index compare its canary, and give one to an index of an earlier version."""
+"""Builds onto an index compare its canary and its rows, and give a canary to an index of an earlier version."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +10,25 @@ import torch
 from support.bent_models import BEYOND, bend_attention, spares_the_end
 from support.reference import assert_close
 from support.sealing import read_fields, seal
-from support.small_index import INDEXERS, build_small, plain_logits, reopen, small_plan, with_changes, without_window
+from support.small_index import (
+    INDEXERS,
+    TEXT,
+    build_small,
+    plain_logits,
+    reopen,
+    small_model,
+    small_plan,
+    with_changes,
+    without_window,
+)
 
-from sparsekv.formats.errors import IdentityError, SparsekvError
+from sparsekv.formats.documents.prompt import encode_prompt
+from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
+from sparsekv.formats.index.identity import SAMPLES_PER_TENSOR
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import MANIFEST, Manifest
+from sparsekv.formats.models.load import identify
 from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.plan import BuildPlan
@@ -126,3 +139,64 @@ def test_methods_of_a_bent_model_are_refused_in_an_index_of_an_earlier_version(t
         _built_onto(tmp_path / "doc.skv", replace(plan, loaded=replace(plan.loaded, model=bent)))
     assert read_manifest(tmp_path / "doc.skv") == before
     reopen(plan, tmp_path / "doc.skv")
+
+
+@pytest.mark.parametrize("how", STORED)
+def test_other_logits_over_the_same_rows_are_stored(tmp_path: Path, how: str) -> None:
+    """Else a build says that an index is up to date which no command opens."""
+    plan = small_plan("gemma2", **STORED[how])
+    before = build_index(plan, tmp_path / "doc.skv")
+    plan.loaded.model.config.final_logit_softcapping = 0.5
+    told: list[str] = []
+    after = build_index(plan, tmp_path / "doc.skv", tell=told.append)
+    assert [line for line in told if "other logits" in line] == told != []
+    assert (after.files, after.methods) == (before.files, before.methods)
+    reopen(plan, tmp_path / "doc.skv")
+    anew = build_index(plan, tmp_path / "new.skv")
+    for stored, right in zip([*after.canary, after.probe], [*anew.canary, anew.probe], strict=True):
+        assert_close(torch.tensor(stored.logits), torch.tensor(right.logits), 1e-5)
+    assert build_index(plan, tmp_path / "doc.skv").uuid == after.uuid
+
+
+def _with_other_weights(plan: BuildPlan) -> BuildPlan:
+    """The plan with a model whose weights differ where the sample by which a model is known has none."""
+    loaded = small_model()
+    values = loaded.model.model.layers[1].mlp.down_proj.weight.data.view(-1)
+    unsampled = torch.ones(len(values), dtype=torch.bool)
+    unsampled[:: len(values) // SAMPLES_PER_TENSOR] = False
+    values[unsampled] *= 3
+    assert identify(loaded)[0] == identify(plan.loaded)[0]
+    return replace(plan, loaded=loaded)
+
+
+def _edited(plan: BuildPlan) -> BuildPlan:
+    """The plan with a document that is edited after the first block, before all tokens of the canary."""
+    text = TEXT[:280] + "edited" + TEXT[286:1200]
+    return replace(plan, prompt=encode_prompt(plan.loaded.tokenizer, text))
+
+
+class _Interrupted(BaseException):
+    """What an interruption raises."""
+
+
+def _interrupted(stage: str, done: int, of: int) -> None:
+    if done > 600:
+        raise _Interrupted
+
+
+@pytest.mark.parametrize("case", ["same", "damaged", "edited", "edited-int8", "interrupted"])
+def test_rows_of_other_weights_are_not_continued(tmp_path: Path, case: str) -> None:
+    """Else an index has rows of two models, which opening does not notice."""
+    plan = small_plan(tokens=1200, kv_dtype="int8" if case == "edited-int8" else None)
+    if case == "interrupted":
+        with pytest.raises(_Interrupted):
+            build_index(plan, tmp_path / "doc.skv", _interrupted)
+    else:
+        build_index(plan, tmp_path / "doc.skv")
+    if case == "damaged":
+        (tmp_path / "doc.skv" / "context" / "layer_000.safetensors").unlink()
+    other = _with_other_weights(_edited(plan) if "edited" in case else plan)
+    with pytest.raises(ArtifactError, match=r"another model has computed them, .*, with --force"):
+        build_index(other, tmp_path / "doc.skv")
+    build_index(with_changes(other, force=True), tmp_path / "doc.skv")
+    reopen(other, tmp_path / "doc.skv")
