@@ -110,8 +110,9 @@ def config_of(
     config, artifact = served.config, served.opened.artifact
     if method is not None:
         _, kind = attention_of(artifact, method)
-        of_server = None if kind is Dense else served.budget
-        chosen = choose_config(artifact, method, budget=budget or of_server, placement=config.placement)
+        if budget is None and kind is not Dense:
+            budget = served.budget
+        chosen = choose_config(artifact, method, budget=budget, placement=config.placement)
         config = replace(chosen, question=config.question)
     elif budget is not None:
         if isinstance(config.attention, Dense):

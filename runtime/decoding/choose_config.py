@@ -78,8 +78,8 @@ def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method
     """
     if name == DENSE:
         return DENSE, Dense
-    first = name or methods_of(artifact, list(artifact.manifest.methods)[:1], [DENSE])[0]
-    found = method_of(artifact, first, [DENSE])
+    default = list(artifact.manifest.methods)[:1]
+    found = methods_of(artifact, default, [DENSE])[0] if name is None else method_of(artifact, name, [DENSE])
     return found, methods()[found]
 
 
@@ -132,7 +132,8 @@ def question_prefill(
     if name is None or not named:
         return Own() if name == Own.name else Dense()
     (kind,) = named.values()
-    return QuestionPrefill(name, configure(kind, parameters), Budget.parse(budget or QUESTION_BUDGET, options[1]))
+    share = Budget.parse(QUESTION_BUDGET if budget is None else budget, options[1])
+    return QuestionPrefill(name, configure(kind, parameters), share)
 
 
 def _default(artifact: Artifact, defaults: Defaults) -> DecodeConfig:

@@ -39,6 +39,8 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"top_k": 5}, "top_k", "is not a field of this request"),
     ({"sparsekv": {"methods": "quest"}}, "sparsekv.methods", "is not a field of this request"),
+    ({"sparsekv": {"method": ""}}, "sparsekv", "no method ''"),
+    ({"sparsekv": {"method": "quest", "budget": ""}}, "sparsekv", "'' is not a budget"),
     ({"max_tokens": 0}, "max_tokens", ": give at least 1"),
     ({"max_tokens": "2"}, "max_tokens", ": give a whole number"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one"),
