@@ -152,6 +152,10 @@ class SparseKVConnector(KVConnectorBase_V1):
         self._scheduler.finish(request.request_id)
         return False, None
 
+    def reset_cache(self) -> bool:
+        self._scheduler.reset()
+        return True
+
     # Called in a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -281,6 +285,11 @@ class SchedulerSide:
         if trial is not None and trial.request == request:
             self._forget_blocks()
             self._table.end_trial(trial.prefix.index)
+
+    def reset(self) -> None:
+        """Compare every index again at its next load, because vLLM may have other weights by then."""
+        self._forget_blocks()
+        self._table.distrust()
 
     def _forget_blocks(self) -> None:
         """Remove the blocks of a failed trial from vLLM's prefix cache: those that were loaded, and those after them.

@@ -260,6 +260,28 @@ def test_blocks_of_a_request_that_ends_before_its_comparison_are_not_shared(
     assert transferred(step)[0] == [range(loaded)]
 
 
+@pytest.mark.parametrize("tried", [False, True])
+def test_an_index_is_compared_again_after_vllm_has_reset_its_caches(
+    steps: Callable[..., Steps], document: list[int], tried: bool
+) -> None:
+    """As for new weights. The request that runs meanwhile is preempted, on trial or afterwards."""
+    run, loaded = steps(5), whole(len(document) - 8)
+    run.ask("first", [*document, 1, 2, 3])
+    run.end(run.begin())
+    if tried:
+        run.end(run.begin(), ACCEPTED)
+    assert run.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    run.ask("second", [*document, 4])
+    step = run.begin()
+    assert transferred(step) == ([range(loaded)], None)
+    run.end(step)
+    step = run.begin()
+    assert transferred(step) == ([], range(loaded, loaded + 8))
+    run.end(step, refused=REFUSED)
+    assert run.begin().num_scheduled_tokens == {"first": 5}
+    assert run.scheduler.requests["first"].num_computed_tokens == 5
+
+
 def test_a_request_with_an_adapter_gets_nothing(steps: Callable[..., Steps], document: list[int]) -> None:
     from vllm.lora.request import LoRARequest
 
