@@ -97,14 +97,18 @@ class Steps:
         refused: dict[str, str] | None = None,
         dense: dict[str, str] | None = None,
     ) -> None:
-        """Give the scheduler the workers' results: token 7 for each request whose prompt is computed."""
+        """Give the scheduler the workers' results: token 7 for each request whose prompt is computed.
+
+        A refused index has failed in the step's comparison or, if there is none, in its loads.
+        """
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from sparsekv.runtime.vllm.connector import Verdicts
 
-        comparison, bad = step.kv_connector_metadata.comparison, set[int]()
-        if refused:
-            bad = set(comparison.loaded_blocks(BLOCK))
+        transfer, bad = step.kv_connector_metadata, set[int]()
+        for rows in [transfer.comparison] if transfer.comparison else transfer.loads:
+            if refused and rows.index in refused:
+                bad |= set(rows.loaded_blocks(BLOCK))
         meta = Verdicts(accepted or {}, refused or {}, dense or {}) if accepted or refused or dense else None
         names = list(step.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -258,6 +262,26 @@ def test_blocks_of_a_request_that_ends_before_its_comparison_are_not_shared(
     run.ask("second", [*document, 4])
     step = run.begin()
     assert transferred(step)[0] == [range(loaded)]
+
+
+def test_blocks_that_a_trusted_index_could_not_fill_are_not_shared(
+    steps: Callable[..., Steps], document: list[int]
+) -> None:
+    """Its file is damaged after its trial. Both requests that load it then end before vLLM has computed the blocks."""
+    run = steps(512)
+    run.ask("trial", document, 1)
+    run.end(run.begin(), ACCEPTED)
+    run.scheduler.reset_prefix_cache()
+    longer = [*document, *[5] * 2 * BLOCK]
+    run.ask("first", [*document, 1])
+    run.ask("second", longer)
+    step = run.begin()
+    assert transferred(step) == ([range(whole(len(document)))], None)
+    assert set(step.num_scheduled_tokens) == {"first", "second"}
+    run.end(step, refused=REFUSED)
+    run.scheduler.finish_requests(["first", "second"], _aborted())
+    run.ask("third", [*longer, 2])
+    assert run.begin().num_scheduled_tokens == {"third": len(longer) + 1}
 
 
 @pytest.mark.parametrize("tried", [False, True])
