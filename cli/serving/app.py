@@ -262,8 +262,7 @@ class Api:
     ) -> list[Stream]:
         """Submit each prompt once per requested answer.
 
-        Raises ApiError if the server shuts down, or if the queue has no room for all answers, and the errors of
-        `Scheduler.submit` otherwise.
+        Raises ApiError if the server shuts down or the queue is full, and the other errors of `Scheduler.submit_all`.
         """
         if self.draining:
             raise replace(shut_down(), message="the server shuts down; ask again later", headers={"Retry-After": "1"})
@@ -279,18 +278,16 @@ class Api:
             timeout=self.limits.timeout,
             sources=asked.sources,
         )
-        streams = list[Stream]()
+        each = [
+            replace(plain, tokens=tokens, sampling=replace(sampling, seed=_moved(sampling.seed, number)))
+            for tokens in encoded
+            for number in range(asked.choices)
+        ]
         try:
-            for tokens in encoded:
-                for number in range(asked.choices):
-                    own = replace(sampling, seed=_moved(sampling.seed, number))
-                    streams.append(self.scheduler.submit(replace(plain, tokens=tokens, sampling=own)))
+            return self.scheduler.submit_all(each)
         except QueueFullError as error:
-            for stream in streams:
-                stream.cancel()
             seconds = {"Retry-After": str(max(1, ceil(error.retry_after)))}
             raise ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=seconds) from None
-        return streams
 
     def _sampling(self, asked: Asked) -> Sampling:
         """Return the sampling of a request. A request without a seed gets a random seed."""

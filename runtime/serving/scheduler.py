@@ -3,7 +3,7 @@
 import atexit
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -151,11 +151,17 @@ class Scheduler:
             return any(lane.index is index for lane in self._jobs.values())
 
     def submit(self, request: Submission) -> Stream:
-        """Queue a request; return the stream of its answer.
+        """Queue a request; return the stream of its answer. Raises the errors of `submit_all`."""
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[Submission]) -> list[Stream]:
+        """Queue all of some requests, or none of them; return the streams of their answers.
+
+        Together they need room for one request in the queue.
 
         Raises:
             QueueFullError: the queue is full.
-            UsageError: there is no index of this name. The request has no tokens, or tokens that the model does not
+            UsageError: there is no index of this name. A request has no tokens, or tokens that the model does not
                 have. Its timeout, `logprobs` or a stop string is not valid. No position of the model is left for an
                 answer. The scheduler is closed. The caller is a callback of an answer. Or this process is a fork of one
                 that has submitted requests.
@@ -163,25 +169,30 @@ class Scheduler:
         refuse_callback()
         self._process = self._process or os.getpid()
         refuse_fork(self._process)
-        if (index := self._indices.get(request.index)) is None:
-            remedy = choose_one(request.index, self._indices) if self._indices else "add it before it is asked"
-            raise UsageError(f"there is no index {request.index}; {remedy}")
-        _check(index, request)
+        indices = [self._index(one) for one in requests]
         with self._changed:
             if self._closed:
                 raise UsageError("this server is shutting down; ask another server, or start this one again")
             if self._waiting() >= self.queue:
                 raise QueueFullError(self._retry_after())
-            lane = self._lane(index, request.config)
-            job = Job(request, index, self._ended)
-            lane.jobs.append(job)
-            self._jobs[job] = lane
+            jobs = [Job(one, index, self._ended) for one, index in zip(requests, indices, strict=True)]
+            for job in jobs:
+                self._jobs[job] = lane = self._lane(job.index, job.request.config)
+                lane.jobs.append(job)
             if self._thread is None:
                 # A daemon, because Python waits for other threads before it calls the functions of `atexit`.
                 self._thread = Thread(target=self._run, name="sparsekv-serving", daemon=True)
                 _running.add(self)
                 self._thread.start()
-        return Stream(job.channel)
+        return [Stream(job.channel) for job in jobs]
+
+    def _index(self, request: Submission) -> OpenIndex:
+        """Return the index of a request. Raises UsageError if there is none, and the errors of `_check`."""
+        if (index := self._indices.get(request.index)) is None:
+            remedy = choose_one(request.index, self._indices) if self._indices else "add it before it is asked"
+            raise UsageError(f"there is no index {request.index}; {remedy}")
+        _check(index, request)
+        return index
 
     def close(self, drain: float) -> bool:
         """Refuse new requests, wait up to `drain` seconds for accepted requests, cancel the rest, and free the caches.

@@ -152,6 +152,10 @@ class SparseKVConnector(KVConnectorBase_V1):
         self._scheduler.finish(request.request_id)
         return False, None
 
+    def reset_cache(self) -> bool:
+        self._scheduler.reset()
+        return True
+
     # Called in a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -190,7 +194,7 @@ class SchedulerSide:
 
     def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None):
         _refuse_unsupported(config, cache)
-        self._block = cache.kv_cache_groups[0].kv_cache_spec.block_size
+        self._block, self._blocks = cache.kv_cache_groups[0].kv_cache_spec.block_size, cache.num_blocks
         self.manager: Any = None
         self._manifests: dict[str, str] = {}
         prompts = {}
@@ -260,11 +264,15 @@ class SchedulerSide:
     def judge(self, verdicts: Verdicts) -> None:
         """Trust or refuse indices by the results of the workers, or let their requests attend densely.
 
-        If an index is refused on its trial, no other request may use the blocks of the trial.
+        If an index is refused on its trial, no other request may use the blocks of the trial. If a trusted index is
+        refused, because its rows could not be read, all blocks are removed from vLLM's prefix cache. Several requests
+        may have computed blocks over the rows that are missing.
         """
         for name, reason in verdicts.refused.items():
             if self._table.on_trial(name):
                 self._forget_blocks()
+            elif self._table.trusts(name):
+                self.manager.evict_blocks(set(range(self._blocks)))
             if self._table.refuse(name):
                 logger.error("index %s is not used any more: %s", name, reason)
         for name, distance in verdicts.accepted.items():
@@ -281,6 +289,11 @@ class SchedulerSide:
         if trial is not None and trial.request == request:
             self._forget_blocks()
             self._table.end_trial(trial.prefix.index)
+
+    def reset(self) -> None:
+        """Compare every index again at its next load, because vLLM may have other weights by then."""
+        self._forget_blocks()
+        self._table.distrust()
 
     def _forget_blocks(self) -> None:
         """Remove the blocks of a failed trial from vLLM's prefix cache: those that were loaded, and those after them.

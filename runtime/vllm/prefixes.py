@@ -84,6 +84,11 @@ class PrefixTable:
         self._trusted.add(index)
         self.end_trial(index)
 
+    def distrust(self) -> None:
+        """End the running trial, and load every index again with a comparison."""
+        self.trial = None
+        self._trusted.clear()
+
     def trusts(self, index: str) -> bool:
         """Whether an index is loaded without comparison."""
         return index in self._trusted and index in self._prompts

@@ -7,124 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from support.small_index import build_small
-from support.tiny_models import save_tiny
+from support.vllm_steps import BLOCK, BLOCKS, Steps, aborted
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 
 pytestmark = pytest.mark.vllm
 
-BLOCK, BLOCKS = 16, 200
 ACCEPTED, REFUSED = {"doc.skv": 1e-6}, {"doc.skv": "rows differ"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("scheduling")
-    save_tiny(folder / "model")
-    build_small(folder / "doc.skv")
-    build_small(folder / "other.skv", text="Another document. " * 100)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def document(folder: Path) -> list[int]:
-    ids: list[int] = Artifact(folder / "doc.skv").input_ids().tolist()
-    return ids
-
-
-class Steps:
-    """vLLM's scheduler with the connector, and the results of workers that a test decides on.
-
-    Args:
-        room: most tokens of a step.
-        blocks: number of vLLM's blocks.
-        extra: further settings of the connector.
-    """
-
-    def __init__(self, room: int, blocks: int = BLOCKS, **extra: Any):
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        transfer = {
-            "kv_connector": "SparseKVConnector",
-            "kv_connector_module_path": "sparsekv.runtime.vllm.connector",
-            "kv_role": "kv_consumer",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"indices": ["doc.skv"], **extra},
-        }
-        config = EngineArgs(
-            model="model",
-            dtype="float32",
-            max_model_len=2048,
-            block_size=BLOCK,
-            max_num_batched_tokens=room,
-            max_num_seqs=4,
-            kv_transfer_config=transfer,
-        ).create_engine_config()
-        config.cache_config.num_gpu_blocks = blocks
-        layers = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-        cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], layers)])
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK)
-        self.texts: dict[str, list[int]] = {}
-
-    def ask(
-        self, name: str, prompt: list[int], tokens: int = 4, asked: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        """Add a request; `asked` are its extra arguments."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        sampling = SamplingParams(max_tokens=tokens, temperature=0, extra_args=asked)
-        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher, **options))
-
-    def begin(self) -> Any:
-        """Schedule a step."""
-        return self.scheduler.schedule()
-
-    def end(
-        self,
-        step: Any,
-        accepted: dict[str, float] | None = None,
-        refused: dict[str, str] | None = None,
-        dense: dict[str, str] | None = None,
-    ) -> None:
-        """Give the scheduler the workers' results: token 7 for each request whose prompt is computed."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-        from sparsekv.runtime.vllm.connector import Verdicts
-
-        comparison, bad = step.kv_connector_metadata.comparison, set[int]()
-        if refused:
-            bad = set(comparison.loaded_blocks(BLOCK))
-        meta = Verdicts(accepted or {}, refused or {}, dense or {}) if accepted or refused or dense else None
-        names = list(step.num_scheduled_tokens)
-        requests = self.scheduler.requests
-        sampled = [[7] if requests[name].num_computed_tokens >= requests[name].num_tokens else [] for name in names]
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: number for number, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(invalid_block_ids=bad, kv_connector_worker_meta=meta),
-        )
-        for outputs in self.scheduler.update_from_output(step, output).values():
-            for one in outputs.outputs:
-                self.texts.setdefault(one.request_id, []).extend(one.new_token_ids)
-
-
-@pytest.fixture
-def steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Steps]:
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    return Steps
 
 
 def transferred(step: Any) -> tuple[list[range], range | None]:
@@ -181,7 +71,7 @@ def test_a_trusted_index_is_loaded_up_to_its_last_whole_block(steps: Callable[..
     run.ask("first", document)
     step = run.begin()
     run.end(step, ACCEPTED)
-    run.scheduler.finish_requests("first", _aborted())
+    run.scheduler.finish_requests("first", aborted())
     run.scheduler.reset_prefix_cache()
     run.ask("second", [*document[:200], *[9] * 100])
     run.ask("third", [*document, 1])
@@ -254,10 +144,52 @@ def test_blocks_of_a_request_that_ends_before_its_comparison_are_not_shared(
     run, loaded = steps(budget), whole(len(document) - 8)
     run.ask("first", [*document, 1, 2, 3])
     run.begin()
-    run.scheduler.finish_requests("first", _aborted())
+    run.scheduler.finish_requests("first", aborted())
     run.ask("second", [*document, 4])
     step = run.begin()
     assert transferred(step)[0] == [range(loaded)]
+
+
+def test_blocks_that_a_trusted_index_could_not_fill_are_not_shared(
+    steps: Callable[..., Steps], document: list[int]
+) -> None:
+    """Its file is damaged after its trial. Both requests that load it then end before vLLM has computed the blocks."""
+    run = steps(512)
+    run.ask("trial", document, 1)
+    run.end(run.begin(), ACCEPTED)
+    run.scheduler.reset_prefix_cache()
+    longer = [*document, *[5] * 2 * BLOCK]
+    run.ask("first", [*document, 1])
+    run.ask("second", longer)
+    step = run.begin()
+    assert transferred(step) == ([range(whole(len(document)))], None)
+    assert set(step.num_scheduled_tokens) == {"first", "second"}
+    run.end(step, refused=REFUSED)
+    run.scheduler.finish_requests(["first", "second"], aborted())
+    run.ask("third", [*longer, 2])
+    assert run.begin().num_scheduled_tokens == {"third": len(longer) + 1}
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_an_index_is_compared_again_after_vllm_has_reset_its_caches(
+    steps: Callable[..., Steps], document: list[int], tried: bool
+) -> None:
+    """As for new weights. The request that runs meanwhile is preempted, on trial or afterwards."""
+    run, loaded = steps(5), whole(len(document) - 8)
+    run.ask("first", [*document, 1, 2, 3])
+    run.end(run.begin())
+    if tried:
+        run.end(run.begin(), ACCEPTED)
+    assert run.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    run.ask("second", [*document, 4])
+    step = run.begin()
+    assert transferred(step) == ([range(loaded)], None)
+    run.end(step)
+    step = run.begin()
+    assert transferred(step) == ([], range(loaded, loaded + 8))
+    run.end(step, refused=REFUSED)
+    assert run.begin().num_scheduled_tokens == {"first": 5}
+    assert run.scheduler.requests["first"].num_computed_tokens == 5
 
 
 def test_a_request_with_an_adapter_gets_nothing(steps: Callable[..., Steps], document: list[int]) -> None:
@@ -268,12 +200,6 @@ def test_a_request_with_an_adapter_gets_nothing(steps: Callable[..., Steps], doc
     step = run.begin()
     assert transferred(step) == ([], None)
     assert step.num_scheduled_tokens["first"] == len(document) + 1
-
-
-def _aborted() -> Any:
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus.FINISHED_ABORTED
 
 
 def sparse(steps: Callable[..., Steps], document: list[int], blocks: int = BLOCKS) -> Steps:
@@ -434,7 +360,7 @@ def test_an_index_that_one_worker_refuses_is_refused(steps: Callable[..., Steps]
     run = steps(512)
     run.ask("first", [*document, 1, 2, 3])
     run.end(run.begin(), ACCEPTED, REFUSED)
-    run.scheduler.finish_requests("first", _aborted())
+    run.scheduler.finish_requests("first", aborted())
     run.ask("second", document)
     assert transferred(run.begin()) == ([], None)
 

@@ -145,6 +145,10 @@ def test_a_wrong_argument_is_named(index: api.Index) -> None:
         index.recall_report(["window"], [])
     with pytest.raises(UsageError, match="method is 5: give a string"):
         index.ask(QUESTION, method=5)
+    with pytest.raises(UsageError, match="no method ''"):
+        index.ask(QUESTION, method="")
+    with pytest.raises(UsageError, match="prefill_budget '' is not a budget"):
+        index.ask(QUESTION, prefill="quest", prefill_budget="")
     with pytest.raises(UsageError, match="placement is 3: give a string"):
         index.ask(QUESTION, placement=3)
     for ids in ([1, 2, 10**6], [-1]):

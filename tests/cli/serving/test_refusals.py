@@ -39,6 +39,8 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"top_k": 5}, "top_k", "is not a field of this request"),
     ({"sparsekv": {"methods": "quest"}}, "sparsekv.methods", "is not a field of this request"),
+    ({"sparsekv": {"method": ""}}, "sparsekv", "no method ''"),
+    ({"sparsekv": {"method": "quest", "budget": ""}}, "sparsekv", "'' is not a budget"),
     ({"max_tokens": 0}, "max_tokens", ": give at least 1"),
     ({"max_tokens": "2"}, "max_tokens", ": give a whole number"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one"),
@@ -195,14 +197,23 @@ def test_a_named_origin_may_ask(guarded: Server) -> None:
 
 
 def test_a_full_queue_tells_when_to_ask_again(guarded: Server) -> None:
-    asked = VALID | {"max_tokens": 1000, "stream": True}
+    asked = VALID | {"max_tokens": 1000, "stream": True, "n": 16}
     with guarded.http(Authorization=f"Bearer {KEYS[0]}") as http:
         with http.stream("POST", CHAT, json=asked) as running:
             next(running.iter_lines())
-            # One waits, and the other finds the queue full.
-            answer = http.post(CHAT, json=asked | {"stream": False, "n": 3})
+            answer = http.post(CHAT, json=VALID)  # one of the 16 answers runs, and the others wait
             assert refusal(answer, 429)["code"] == "queue_full"
             assert int(answer.headers["retry-after"]) >= 1
         while (answer := http.post(CHAT, json=VALID)).status_code == 429:
             pass
         assert answer.status_code == 200
+
+
+def test_a_request_of_more_answers_than_may_wait_is_answered(guarded: Server) -> None:
+    asked = VALID | {"model": "doc@77%", "n": 4}  # no earlier request had this budget
+    with guarded.http(Authorization=f"Bearer {KEYS[0]}") as http:
+        while (answer := http.post(CHAT, json=VALID)).status_code == 429:  # an earlier test's answer still runs
+            pass
+        answer = http.post(CHAT, json=asked)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 4

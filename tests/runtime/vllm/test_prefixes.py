@@ -31,6 +31,17 @@ def test_the_first_request_computes_some_tokens_of_the_index_itself() -> None:
     assert table().longest(MANUAL + QUESTION) == Prefix("manual", 80, range(80, 80 + RUN))
 
 
+def test_an_index_that_is_not_trusted_any_more_is_compared_again() -> None:
+    found, first = trusted(), table().longest(MANUAL)
+    found.distrust()
+    assert not found.trusts("manual")
+    assert found.longest(MANUAL) == first
+    assert first is not None
+    found.begin("request", first)
+    found.distrust()
+    assert not found.waits(MANUAL)
+
+
 @pytest.mark.parametrize("tokens", [96, 97, 100])
 def test_a_prompts_last_token_is_never_loaded(tokens: int) -> None:
     prefix = trusted().longest(MANUAL[:tokens])
