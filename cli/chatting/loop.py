@@ -107,6 +107,7 @@ def _answer(session: Chat, entry: str) -> None:
     """Run an entry as a command, or answer it as a question. An error is printed as one line. With --debug, an
     unexpected error is raised instead."""
     entry = BARE.get(entry.strip(), entry)
+    before = len(session.talk.turns), session.talk.config
     try:
         if is_command(entry):
             run_command(session, entry)
@@ -114,7 +115,9 @@ def _answer(session: Chat, entry: str) -> None:
             session.ask(as_question(entry))
     except (Exception, KeyboardInterrupt) as error:
         if session.interrupts.came:
-            note("interrupted; the talk is as it was before", quiet=False)
+            same = before == (len(session.talk.turns), session.talk.config)
+            done = "the talk is as it was before" if same else "what was entered has taken effect"
+            note(f"interrupted; {done}", quiet=False)
         elif "--debug" in sys.argv and not isinstance(error, SparsekvError):
             raise
         else:

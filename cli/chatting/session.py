@@ -97,11 +97,10 @@ class Chat:
         try:
             with self.interrupts.answering() as stop:
                 answer = self.talk.ask(question, self.sampling, stream.add, stop, sources=self.sources)
-                answered = True
+                self.asked, answered = question, True
         finally:
             if answered or stream.begun:
                 stream.end()
-        self.asked = question
         if self.interrupts.came:
             note("stopped; the part of the answer so far stays in the talk", quiet=self.quiet)
         note_cut(answer, self.sampling.max_new_tokens, quiet=self.quiet)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from math import lcm
 from typing import Any
 
 import torch
@@ -102,18 +103,18 @@ class Truth:
         return self.oracles[tokens]
 
 
-def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, together: int = 1) -> Iterator[Truth]:
+def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, multiple: int = 1) -> Iterator[Truth]:
     """Compute dense attention of the queries of all blocks, batch by batch. Batches are numbered from 0.
 
-    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, in a multiple of `together`, and at least
-    `together`. If the number of a block's queries is no such multiple, its last batch also has the queries that are
+    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, in a multiple of `multiple`, and at least
+    `multiple`. If the number of a block's queries is no such multiple, its last batch also has the queries that are
     left over.
     """
     batches, tokens = count(), rows.artifact.manifest.split.tokens
     for block in blocks:
         Hq, queries, _ = block.queries.shape
-        step = max(1, LOGITS_AT_ONCE // (Hq * tokens) // together) * together
-        edges = [*range(0, max(min(1, queries), queries - together + 1), step), queries]
+        step = max(1, LOGITS_AT_ONCE // (Hq * tokens) // multiple) * multiple
+        edges = [*range(0, max(min(1, queries), queries - multiple + 1), step), queries]
         for start, stop in pairwise(edges):
             yield _truth(rows, block.part(slice(start, stop), device), next(batches), begins=start == 0)
 
@@ -200,7 +201,9 @@ def measure_layer(
         prepared = prepare_layer(rows, form, device, shared)
         selectors[form] = prepared.selector
     results = {one: Measures() for one in measured}
-    for truth in truths(rows, blocks, device, max((one.together for one in measured), default=1)):
+    # A batch is no border between queries that share a selection: those of a group, or of the steps of a search.
+    multiple = lcm(*(one.together for one in measured), *(one.form.method.cycle() for one in measured))
+    for truth in truths(rows, blocks, device, multiple):
         for selector in selectors.values() if truth.begins else ():
             if (state := selector.conversation) is not None:
                 state.forget()

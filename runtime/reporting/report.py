@@ -179,22 +179,32 @@ def recall_report(
         queries: queries of the held-out tail, or of the user's questions. Every method is measured on the same queries.
         progress: called with the number of measured layers and the total.
         residual: also measure variants with centroids for the tokens that they do not select, as `forms` does.
-        guard: also measure, under this guard, each variant whose missed mass can be estimated.
+        guard: also measure, under this guard, each variant whose missed mass can be estimated. Methods without such a
+            variant are left out.
         configured: for some methods, by name, a label and the only variant to measure. All variants of other methods
             are measured.
         together: measure each variant once for each of these numbers of queries, which then share the union of their
             selections. The queries of a group are evenly spread over a batch of `truths`. Methods that cannot share,
             and variants under a guard, are left out for numbers above 1.
-        note: called with a line that names the variants that are left out for numbers above 1, if there are any.
+        note: called with a line that names the methods that `guard` leaves out, and with one that names the variants
+            that are left out for numbers above 1, if there are any.
 
     Raises:
-        UsageError: `residual` is set, and the index has no value centroids. Or `together` leaves out all variants.
+        UsageError: `residual` is set, and the index has no value centroids or no method drops tokens. Or `guard` leaves
+            out all methods, or `together` all variants.
         ArtifactError: dense attention of a layer is not finite, or the errors of `checked_rows` and `prepare_layer`.
     """
     manifest = artifact.manifest
     compared = [
         form for name in names for form in forms(artifact, name, (configured or {}).get(name), residual=residual)
     ]
+    if residual and not any(form.residual for form in compared):
+        raise UsageError(
+            f"--residual has no effect: {', '.join(names)} already represent the tokens that are not selected; leave "
+            "the option out"
+        )
+    if guard is not None:
+        _refuse_unguarded(compared, note)
     measured = _together(_measured(compared, budgets, guard), together, note, apart=queries.apart)
     layers = manifest.indexed_layers
     rows: list[RecallRow] = []
@@ -238,6 +248,23 @@ def forms(
     if residual and not any(method.replaces() for method in variants.values()):
         found += [replace(form, variant=f"{form.variant} + residual".strip(), residual=True) for form in found]
     return found
+
+
+def _refuse_unguarded(compared: Sequence[MethodSpec], note: Callable[[str], None]) -> None:
+    """Call `note` with a line that names the methods that no guard can limit, if there are any.
+
+    Raises UsageError with this line if a guard can limit none of the methods.
+    """
+    limited = {form.name for form in compared if estimates_missed(form.method, residual=form.residual)}
+    others = dict.fromkeys(form.name for form in compared if form.name not in limited)
+    if not others:
+        return
+    line = f"--guard leaves out {', '.join(others)}: no step of these methods can estimate how much attention it misses"
+    if not all(form.method.replaces() or form.residual for form in compared if form.name in others):
+        line += "; with --residual, methods that drop tokens can"
+    if not limited:
+        raise UsageError(line)
+    note(line)
 
 
 def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | None) -> list[MeasuredSetting]:

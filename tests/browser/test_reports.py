@@ -97,6 +97,16 @@ def test_a_table_is_sorted_by_numbers_and_back(shown: Show) -> None:
     assert column(one, "selected tokens") == ["100"] * 3 + ["50"] * 3
 
 
+def test_numbers_half_way_between_two_are_rounded_as_in_the_table_of_a_terminal(shown: Show) -> None:
+    data, halves = recall_data(), (0.0625, 0.1875, 0.3125, 0.5625, 0.8125, 0.9375)
+    for row, half in zip(data["rows"], halves, strict=True):
+        row.update(recall=half, kv_fraction=half, output_error=half / 2, selected_tokens=1000 + 8 * half)
+    one = shown(report_page("", data, "recall_page.js"))
+    assert column(one, "recall") == column(one, "kv fraction") == [f"{half:.3f}" for half in halves]
+    assert column(one, "output error") == [f"{half / 2:.4f}" for half in halves]
+    assert column(one, "selected tokens") == [f"{1000 + 8 * half:,.0f}" for half in halves]
+
+
 def test_every_method_has_a_colour_of_its_own(shown: Show) -> None:
     data = recall_data()
     data["rows"] = [{**data["rows"][0], "method": f"method {number}"} for number in range(20)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from support.browser import Watched
+from support.trace_document import synthetic_trace
 from support.trace_means import KINDS, mean_measures, mean_passages, mean_shares, percent, rows_of
 
 from .conftest import Open
@@ -45,6 +46,13 @@ def test_shares_and_measures_of_a_selection(
     measures = mean_measures(trace, tokens, layer, head)
     digits = {"recall": 3, "attention_mass": 3, "output_error": 4, "kv_fraction": 3}
     assert {name: one.text(f"#{name}") for name in digits} == {k: f"{measures[k]:.{n}f}" for k, n in digits.items()}
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_measures_leave_out_the_first_token_of_an_answer_that_has_more(opened: Open, tokens: int) -> None:
+    """Those of an answer of one token are of that token."""
+    one = opened(synthetic_trace(300, tokens, 2, 1, 1))
+    assert ("leave out the answer's first token" in one.text("#measures-scope")) == (tokens > 1)
 
 
 def test_the_list_has_the_largest_passages_first(opened: Open, trace: dict[str, Any]) -> None:

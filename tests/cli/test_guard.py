@@ -65,7 +65,22 @@ def test_a_report_shows_what_a_guard_reads_and_saves(place: Path) -> None:
     assert guarded["missed_mass"] < plain["missed_mass"]
     assert guarded["kv_fraction"] > plain["kv_fraction"]
     assert not [name for name in rows if name[0] == "quest" and "guard" in name[1]]
-    assert "estimate" in run_here(*command).stdout
+    told = run_here(*command)
+    assert "estimate" in told.stdout
+    line = "--guard leaves out quest: no step of these methods can estimate how much attention it misses; with"
+    assert f"{line} --residual" in " ".join(told.stderr.split())
+    assert "leaves out" not in run_here(*command, "--residual").stderr
+
+
+def test_a_report_refuses_a_guard_or_a_residual_that_changes_no_method(place: Path) -> None:
+    report = ("recall-report", "--budget", "5%")
+    for options, reason in (
+        (("--method", "quest", "--guard", "0.1"), "--guard leaves out quest: no step of these methods"),
+        (("--method", "magicpig", "--residual"), "--residual has no effect: magicpig already represent the tokens"),
+    ):
+        refused = run_here(*report, *options)
+        assert refused.code == 2, refused.stdout
+        assert reason in " ".join(refused.stderr.split())
 
 
 @pytest.mark.usefixtures("place")

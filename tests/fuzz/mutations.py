@@ -75,6 +75,14 @@ FAULTS = (
         Patch(LAYER, "not self.prefills(call.query.shape[1])", "call.query.shape[1] == 1"),
     ),
     Fault(
+        "a report's batches divide the steps of a search",
+        Patch(
+            "runtime/reporting/recall.py",
+            "one.together for one in measured), *(one.form.method.cycle() for one in measured))",
+            "one.together for one in measured))",
+        ),
+    ),
+    Fault(
         "one token and everything are one budget",
         Patch("runtime/selection/interface.py", '"is_share", isinstance(self.value, float))', '"is_share", False)'),
     ),

@@ -2,13 +2,14 @@
 
 import json
 from random import Random
+from unittest import mock
 
 import torch
 
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import GROUPS, recall_report
-from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods_of
 from sparsekv.runtime.sources.places import Places
 
@@ -137,3 +138,24 @@ def report(world: World, index: OpenIndex) -> None:
             expect(
                 abs(both[0] - both[1]) <= APART * max(1, both[1]), "report", f"means of {name} by {names_of}: {both}"
             )
+
+
+@deed("report in batches", 1, asks=False)
+def report_in_batches(world: World, index: OpenIndex) -> None:
+    """A report that measures few queries at once, as of a long document, reads what it reads of all at once."""
+    case, random = world.case, Random(world.case.more)
+    config = world.config(index, guard=None, residual=False, question_prefill=None, prefill_budget=None)
+    form, few = config.attention, random.choice([1, 3, 5])
+    assert isinstance(form, MethodSpec)
+    heads = max(len(index.artifact.queries(layer)["tail"]) for layer in index.artifact.manifest.indexed_layers)
+    queries, configured = MeasuredQueries(index.artifact), {case.method: ("", form.method)}
+    found = []
+    for most in (2**26, few * heads * index.split.tokens):
+        with mock.patch("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", most):
+            asked = index.artifact, [case.method], [config.budget], queries
+            found.append(recall_report(*asked, configured=configured, device=index.device).rows)
+    for whole, row in zip(*found, strict=True):
+        for name in ("selected_tokens", "kv_fraction"):  # of equal scores a method may choose others for a query alone
+            expected, told = getattr(whole, name), getattr(row, name)
+            right = abs(told - expected) <= 2 * APART * max(1, abs(expected))
+            expect(right, "report in batches", f"{name} of {form}, {few} at once: {told}, not {expected}")

@@ -2,10 +2,9 @@
 
 const { inspection, positions, texts } = pageData();
 const three = (value) => (value === null ? "none" : fixed(value, 3));
-const whole = (value) => count(Math.round(value));
 const megabytes = (bytes) => `${fixed(bytes / 1e6, 1)} MB`;
 
-function column(name, text = whole, title = name.replaceAll("_", " ")) {
+function column(name, text = count, title = name.replaceAll("_", " ")) {
   return { name: title, value: (row) => row[name], text, number: true };
 }
 
@@ -40,13 +39,13 @@ function levels(rows) {
   const spreads = numbers.flatMap((level) => [[`level ${level} keys`, (row) => row.key_spread], [`level ${level} values`, (row) => row.value_spread]]);
   const sizes = numbers.flatMap((level) => ["max", "p99", "median"].map((name) => [`level ${level} ${name}`, (row) => row[name]]));
   return [element("div", { class: "plots" }, layerPlot("Spread by layer: 0 where centroids are their tokens, 1 where they are no better than the mean", ofLevel, "spread", three, spreads),
-    layerPlot("Tokens in a cluster, by layer", ofLevel, "tokens", whole, sizes)),
-  dataTable("Clusters over all KV heads; sizes in tokens", [column("layer"), column("level"), ...["clusters", "min", "median", "p99", "max", "empty"].map((name) => column(name)), column("single", whole, "of one"), column("key_spread", three), column("value_spread", three)], rows)];
+    layerPlot("Tokens in a cluster, by layer", ofLevel, "tokens", count, sizes)),
+  dataTable("Clusters over all KV heads; sizes in tokens", [column("layer"), column("level"), ...["clusters", "min", "median", "p99", "max", "empty"].map((name) => column(name)), column("single", count, "of one"), column("key_spread", three), column("value_spread", three)], rows)];
 }
 
 function blocks(rows) {
   const shown = rows.map((row, block) => ({ ...row, block, last: row.stop - 1, state: row.open ? "open" : "" }));
-  return rows.length ? [dataTable("Blocks, clustered one by one", [column("block"), column("start", whole, "from token"), column("last", whole, "to"), column("tokens"), column("clusters", whole, "clusters a KV head"), { name: "", value: (row) => row.state }], shown)] : [];
+  return rows.length ? [dataTable("Blocks, clustered one by one", [column("block"), column("start", count, "from token"), column("last", count, "to"), column("tokens"), column("clusters", count, "clusters a KV head"), { name: "", value: (row) => row.state }], shown)] : [];
 }
 
 function lists(rows) {

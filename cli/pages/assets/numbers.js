@@ -11,10 +11,18 @@ function percent(share) {
 /** A number with so many digits behind the point; a dash where there is none. */
 function fixed(value, digits) {
   if (value === null || value === undefined || Number.isNaN(value)) return "\u2013";
-  return value.toFixed(digits).replace("-", "\u2212");
+  return rounded(value, digits).replace("-", "\u2212");
 }
 
-/** A whole number with commas between thousands. */
+/** A number with so many digits behind the point; a tie is rounded to an even digit, as in the tables of a terminal. */
+function rounded(value, digits) {
+  const more = 60; // a tie has no digit behind its 5, and a number that is none has one within so many digits
+  const exact = value.toFixed(digits + more);
+  const below = exact.slice(0, -more).replace(/\.$/, "");
+  return /^50*$/.test(exact.slice(-more)) && "02468".includes(below.at(-1)) ? below : value.toFixed(digits);
+}
+
+/** A number as a whole one, with commas between thousands. */
 function count(value) {
-  return value.toLocaleString("en-US");
+  return Number(rounded(value, 0)).toLocaleString("en-US");
 }

@@ -16,7 +16,7 @@ const columns = [
   { name: "front", value: (row) => row.front, text: (front) => (front ? "*" : "") },
   { name: "method", value: nameOf },
   { name: "budget", value: (row) => row.budget_tokens, text: (tokens, row) => row.budgetText, number: true },
-  measureColumn("selected_tokens", (value) => count(Math.round(value))),
+  measureColumn("selected_tokens", count),
   measureColumn("recall"), measureColumn("attention_mass"), measureColumn("output_error", four), measureColumn("kv_fraction"), measureColumn("missed_mass"),
   ...OPTIONAL.filter((name) => report.rows.some((row) => row[name] !== null)).map((name) => measureColumn(name)),
 ];

@@ -31,7 +31,8 @@ function numbersBox(trace, onswitch) {
     showBar(bar, shares);
     const values = measuresOf(trace, selection);
     for (const [name, , digits] of MEASURE_LABELS) measures[name].textContent = fixed(values[name], digits);
-    scope.textContent = !shares.rows ? "The trace has nothing recorded of this." : selection.tokens ? "" : FROM_THE_SECOND;
+    const all = selection.tokens || trace.answer_tokens.length === 1;
+    scope.textContent = !shares.rows ? "The trace has nothing recorded of this." : all ? "" : FROM_THE_SECOND;
   };
   return { box, show };
 }

@@ -12,6 +12,7 @@ from sparsekv.formats.index.reader import CPU
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
+from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
 from sparsekv.runtime.reporting.report import MEASURES, RecallReport, recall_report
@@ -74,6 +75,22 @@ def test_a_question_of_one_token_selects_for_itself(tmp_path: Path) -> None:
         setting = MeasuredSetting(MethodSpec("csattention", "", CSAttention(step=step)), Budget(0.1))
         found.append(measure_layer(LayerRows(artifact, layer), [setting], asked)[setting].means()["recall"].tolist())
     assert found[0] == found[1]
+
+
+def test_no_batch_divides_queries_that_share_a_selection(
+    full_index: OpenIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a document so long that few queries are measured at once."""
+    artifact = full_index.artifact
+    layer = artifact.manifest.indexed_layers[0]
+    rows, block, oracle = LayerRows(artifact, layer), tail_block(artifact, layer), MethodSpec("oracle", "", Oracle())
+    searching = MeasuredSetting(MethodSpec("csattention", "", CSAttention(step=4)), Budget(0.1))
+    measured = [searching, *(MeasuredSetting(oracle, Budget(0.1), together=number) for number in (2, 3))]
+    whole = {one: measure_layer(rows, [one], [block])[one].means() for one in measured}
+    monkeypatch.setattr("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", 3 * 4 * artifact.manifest.split.tokens)
+    for one, found in measure_layer(rows, measured, [block]).items():
+        for name in ("selected_tokens", "recall", "kv_fraction"):
+            assert found.means()[name].tolist() == pytest.approx(whole[one][name].tolist()), (one.form.name, name)
 
 
 @pytest.mark.parametrize("names", [(), ("layer",), ("kv_head",), ("layer", "kv_head")], ids=str)
