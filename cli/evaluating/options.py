@@ -24,6 +24,7 @@ from sparsekv.cli.common.options import (
     names_of,
     refuse_unwritable_plot,
 )
+from sparsekv.cli.configuring.idle import refuse_idle_encoding
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.evaluating.output import refuse_unwritable_answers
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
@@ -299,6 +300,7 @@ class EvalCall:
             refuse_unread(options.task or [], options.pairs, self._typed(of_tasks))
         if options.document is None and self._typed({"--encoding": options.encoding}):
             raise UsageError(f"--encoding {options.encoding} has no effect without DOC, the text; leave it out")
+        refuse_idle_encoding(self.ctx, [] if options.document is None else [options.document])
 
     def refuse_idle_residual(self, methods: Mapping[str, Method]) -> None:
         """Raise UsageError if the user typed --residual, and no method drops the tokens that it does not select."""

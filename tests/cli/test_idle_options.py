@@ -18,7 +18,7 @@ from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.selection.registry import methods
 
 ALWAYS = {
-    "build-index": "from-file as-one model method encoding max-tokens sinks tail chunk-size prefill rope-scaling raw "
+    "build-index": "from-file as-one model method max-tokens sinks tail chunk-size prefill rope-scaling raw "
     "special-tokens force watch ray device dtype kv-dtype weights quiet",
     "generate": "index prompt-file batch-file model method lossless prefill max-new-tokens temperature raw "
     "special-tokens sources stats compile json device dtype weights quiet",
@@ -36,7 +36,7 @@ ALWAYS = {
     "bench": "method variants shared budget index runs warm json latex markdown csv plot device dtype quiet",
     "bench-model": "config method context weights batch shared budget seed distinct-layers runs compile json latex "
     "markdown device dtype quiet",
-    "append": "index rebuild again encoding special-tokens model chunk-size device dtype weights quiet",
+    "append": "index rebuild again special-tokens model chunk-size device dtype weights quiet",
     "convert": "output kv-dtype device quiet",
     "inspect": "index method layer clusters by verify plot html json quiet",
     "start": "status quiet",
@@ -58,6 +58,8 @@ REFUSED = [
     ("build-index", ("doc.skv",), "output", "new.skv"),
     ("build-index", ("doc.skv",), "checkpoints", "1"),
     ("build-index", ("doc.txt",), "workers", "2"),
+    ("build-index", ("manual.pdf", "letter.docx"), "encoding", "latin-1"),
+    ("append", ("manual.pdf",), "encoding", "latin-1"),
     ("generate", ASK, "batch-size", "2"),
     ("generate", ASK, "resume", "answers.jsonl"),
     ("generate", (*ASK, "--batch-file", "doc.txt"), "save-to", "talk.skv"),
@@ -98,6 +100,7 @@ REFUSED = [
     ("eval", (*EVAL, "--task", "perplexity"), "depth", "50"),
     ("eval", (*EVAL, "--task", "perplexity"), "pairs", "pairs.jsonl"),
     ("eval", ("--task", "fwe", "--model", "model"), "encoding", "latin-1"),
+    ("eval", ("manual.pdf",), "encoding", "latin-1"),
     ("eval", EVAL, "format", "ruler"),
     ("eval", EVAL, "workers", "2"),
     ("bench", (), "layer", "1"),
