@@ -118,6 +118,7 @@ REFUSED = [
     ("eval", (*EVAL, "--method", "quoka"), "quoka-subset", "all"),
     ("recall-report", ("--method", "quoka"), "quoka-subset", "all"),
     ("recall-report", ("--method", "sampleattention"), "prefill-queries", "2"),
+    ("recall-report", ("--method", "multipole"), "stream", ""),
     ("bench", ("--method", "multipole"), "buffer", "9"),
     ("bench-model", ("--method", "multipole"), "opened", "2"),
     ("build-index", ("doc.txt", "--model", "model"), "quoka-across", "mean"),
@@ -180,7 +181,7 @@ def test_each_condition_of_a_methods_option_is_tried() -> None:
     for registry in (methods(), indexers(), prefills()):
         for one in registry.values():
             fields = one.__dataclass_fields__.values()
-            assert {field.name for field in fields if {"needs", "joint"} & field.metadata.keys()} <= tried
+            assert {field.name for field in fields if {"needs", "joint", "appends"} & field.metadata.keys()} <= tried
 
 
 @pytest.mark.parametrize(("command", "given", "option", "value"), REFUSED)
