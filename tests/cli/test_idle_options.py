@@ -50,6 +50,8 @@ ALWAYS = {
 
 ASK = ("Why?", "--model", "model", "--max-new-tokens", "2")
 EVAL = ("doc.txt", "--model", "model", "--tail", "64")
+FEW = (*EVAL, "--method", "dense", "--length", "500")
+OF_ANSWERS = (("max-new-tokens", "2"), ("batch-size", "2"), ("raw", ""))
 DENSE, QA = ("--method", "dense"), ("--pairs", "pairs.jsonl")
 REFUSED = [
     ("build-index", ("doc.txt",), "include", "*.py"),
@@ -92,11 +94,6 @@ REFUSED = [
     ("eval", (*EVAL, *DENSE), "question-prefill", "own"),
     ("eval", (*EVAL, *DENSE), "question-budget", "9"),
     ("eval", (*EVAL, "--method", "multipole", "--method", "codes"), "residual", ""),
-    ("eval", (*EVAL, *QA), "contexts", "2"),
-    ("eval", (*EVAL, "--task", "niah-single", "--task", "cwe"), "questions", "2"),
-    ("eval", (*EVAL, "--task", "perplexity"), "max-new-tokens", "2"),
-    ("eval", (*EVAL, "--task", "perplexity"), "batch-size", "2"),
-    ("eval", (*EVAL, "--task", "perplexity"), "raw", ""),
     ("eval", (*EVAL, "--task", "perplexity"), "depth", "50"),
     ("eval", (*EVAL, "--task", "perplexity"), "pairs", "pairs.jsonl"),
     ("eval", ("--task", "fwe", "--model", "model"), "encoding", "latin-1"),
@@ -132,6 +129,9 @@ NOTED = [
     ("chat", ("--max-new-tokens", "2"), "seed", "3"),
     ("chat", ("--max-new-tokens", "2", *DENSE), "placement", "host"),
     ("trace", ASK, "residual", ""),
+    ("eval", (*FEW, *QA), "contexts", "2"),
+    ("eval", (*FEW, "--task", "niah-single", "--contexts", "1"), "questions", "2"),
+    *(("eval", (*FEW, "--task", "perplexity", "--contexts", "1"), *one) for one in OF_ANSWERS),
 ]
 """The same, for an option that is harmless: a note says that it has no effect, once."""
 FILE = """
@@ -196,6 +196,7 @@ def test_an_option_without_an_effect_is_refused(
 def test_a_harmless_option_is_noted(
     place: Path, command: str, given: tuple[str, ...], option: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Path("pairs.jsonl").write_text(json.dumps({"question": "Why?", "answers": ["Line 3"]}))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
     outcome = run_here(command, *given, f"--{option}", *filter(None, [value]))
     assert outcome.code == 0, outcome.stderr
