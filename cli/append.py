@@ -20,6 +20,7 @@ from sparsekv.cli.common.options import (
     WeightsOption,
 )
 from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.configuring.idle import refuse_idle_encoding
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.documents.document_hints import tune_hint
@@ -32,6 +33,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(cls=Command)
 def append(
+    ctx: typer.Context,
     document: Annotated[
         str, typer.Argument(metavar="MORE", help="A text, PDF, DOCX or HTML file, or - for standard input.")
     ],
@@ -63,6 +65,7 @@ def append(
     sparsekv append --index with-squeezed.skv --rebuild chapter2.txt
     git log -3 | sparsekv append --index manual.skv -
     """
+    refuse_idle_encoding(ctx, [document])
     artifact = open_artifact(index)
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.common.loading import load_for

@@ -29,6 +29,7 @@ from sparsekv.cli.common.options import (
     names_of,
 )
 from sparsekv.cli.common.process import refuse_little_room
+from sparsekv.cli.configuring.idle import refuse_idle_encoding
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
@@ -216,8 +217,8 @@ class BuildOptions:
     def check_files(self) -> None:
         """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order if no document is a folder.
 
-        With --as-one or --from-file these three options are allowed, because files are joined or listed names may be
-        folders.
+        Also raise the errors of `refuse_idle_encoding`. With --as-one or --from-file these three options are allowed,
+        because files are joined or listed names may be folders.
         """
         folders = self.as_one or self.from_file is not None or any(map(os.path.isdir, self.documents or ()))
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
@@ -230,6 +231,8 @@ class BuildOptions:
                 f"--order {self.order}: this option orders the files of one index, and each document here is one "
                 "file; name a folder, or give --as-one"
             )
+        if self.from_file is None:
+            refuse_idle_encoding(self.ctx, self.documents or [])
         if self.as_one and self.ray is not None:
             raise UsageError("--as-one builds one index, which --ray cannot distribute; leave --ray out")
 

@@ -271,7 +271,7 @@ def _configured(names: list[str], parameters: dict[str, Any]) -> dict[str, tuple
         UsageError: none of the named methods has a given parameter, or a value is not valid.
     """
     chosen = {name: methods()[name] for name in names}
-    refuse_unused(chosen, parameters, decoding=chosen)
+    refuse_unused(chosen, parameters, decoding=chosen, answers=False)
     return {name: found for name, one in chosen.items() if (found := configured_form(one, parameters))}
 
 

@@ -199,7 +199,7 @@ class Index:
         artifact, model = self.opened.artifact, self.opened.model
         with api_words(), exclusive(model):  # no thread may sync with the GPU while another captures a CUDA graph
             chosen = {name: methods()[name] for name in methods_of(artifact, _several(names))}
-            refuse_unused(chosen, parameters, decoding=chosen)
+            refuse_unused(chosen, parameters, decoding=chosen, answers=False)
             if not _several(budgets):
                 raise UsageError("budgets is empty; give at least one, such as 0.05")
             report = recall_report(

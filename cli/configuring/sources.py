@@ -164,7 +164,11 @@ def _leave_out_unread(ctx: Any, options: dict[str, Any]) -> None:
         names = [name for name in owners(option) & chosen or owners(option) if name in methods()]
         having = {name: methods()[name] for name in names if hasattr(methods()[name], option.name)}
         decoding = set[str]() if Own.name in asking else having.keys() - asking
-        why = [unread(one, option.name, ctx.params, decodes=name in decoding) for name, one in having.items()]
+        answers = ctx.command.name != "recall-report"
+        why = [
+            unread(one, option.name, ctx.params, decodes=name in decoding, answers=answers)
+            for name, one in having.items()
+        ]
         if why and all(why):
             _leave_out(ctx, [option])
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsekv.cli.common.console import note
 from sparsekv.cli.common.options import (
     TAIL_HELP,
     BuildWeightsOption,
@@ -24,6 +25,7 @@ from sparsekv.cli.common.options import (
     names_of,
     refuse_unwritable_plot,
 )
+from sparsekv.cli.configuring.idle import refuse_idle_encoding
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.evaluating.output import refuse_unwritable_answers
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
@@ -34,7 +36,7 @@ from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, index
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
 from sparsekv.runtime.decoding.choose_config import refuse_beside_dense, refuse_residual
-from sparsekv.runtime.evaluation.inputs import Inputs, refuse_unread
+from sparsekv.runtime.evaluation.inputs import Inputs, unread_options
 from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.tasks import tasks
 from sparsekv.runtime.selection.interface import Method
@@ -298,17 +300,24 @@ class EvalCall:
             given |= {"--dense-layers": options.dense_layers > 0 and str(options.dense_layers)}
             given |= {"--question-prefill": question, "--question-budget": options.question_budget or False}
             refuse_beside_dense(self._typed(given))
-        if options.data is None:
-            of_tasks = {
-                "--contexts": options.contexts,
-                "--questions": options.questions,
-                "--max-new-tokens": options.max_new_tokens,
-                "--batch-size": options.batch_size,
-                "--raw": options.raw,
-            }
-            refuse_unread(options.task or [], options.pairs, self._typed(of_tasks))
         if options.document is None and self._typed({"--encoding": options.encoding}):
             raise UsageError(f"--encoding {options.encoding} has no effect without DOC, the text; leave it out")
+        refuse_idle_encoding(self.ctx, [] if options.document is None else [options.document])
+
+    def note_unread(self) -> None:
+        """Print a note for each option that the user typed and that no task reads. A note, because a script may ask
+        for many tasks with the same options."""
+        options = self.options
+        of_tasks = {
+            "--contexts": options.contexts,
+            "--questions": options.questions,
+            "--max-new-tokens": options.max_new_tokens,
+            "--batch-size": options.batch_size,
+            "--raw": options.raw,
+        }
+        if options.data is None:
+            for line in unread_options(options.task or [], options.pairs, self._typed(of_tasks)):
+                note(line, quiet=options.run.quiet)
 
     def refuse_idle_residual(self, methods: Mapping[str, Method]) -> None:
         """Raise UsageError if the user typed --residual, and no method drops the tokens that it does not select."""

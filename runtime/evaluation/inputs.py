@@ -93,18 +93,17 @@ def _chosen(tasks: Sequence[str], pairs: str | None) -> list[str]:
     return list(dict.fromkeys(tasks or (PAIRS_TASKS if pairs is not None else DEFAULT_TASKS)))
 
 
-def refuse_unread(tasks: Sequence[str], pairs: str | None, given: Mapping[str, object]) -> None:
-    """Raise UsageError for the first of the given options that no task reads.
+def unread_options(tasks: Sequence[str], pairs: str | None, given: Mapping[str, object]) -> list[str]:
+    """Return a line for each of the given options that none of the tasks reads.
 
     Args:
         tasks, pairs: values of --task and --pairs.
         given: values of the options that the user set, by option.
     """
     chosen = _chosen(tasks, pairs)
-    for option, value in given.items():
-        if all(option in choose_task(task).unread for task in chosen):
-            told = option if value is True else f"{option} {value}"
-            raise UsageError(f"{told} has no effect on --task {', '.join(chosen)}; leave it out")
+    unread = [option for option in given if all(option in choose_task(task).unread for task in chosen)]
+    told = {option: option if given[option] is True else f"{option} {given[option]}" for option in unread}
+    return [f"{told[option]} has no effect on --task {', '.join(chosen)}" for option in unread]
 
 
 def _refuse_without_text(names: list[str]) -> None:

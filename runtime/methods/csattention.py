@@ -57,10 +57,11 @@ class CSAttention(Method):
     stream: bool = field(
         default=False,
         metadata={
+            "appends": True,
             "help": (
                 "Append generated tokens to the index's posting lists or clusters. For long answers. With "
                 "clusters, one step in every --buffer steps is slow."
-            )
+            ),
         },
     )
     buffer: int = field(

@@ -36,9 +36,10 @@ class Multipole(ClusterMethod):
     stream: bool = field(
         default=False,
         metadata={
+            "appends": True,
             "help": (
                 "Append generated tokens to the clusters. For long answers. One step in every --buffer steps is slow."
-            )
+            ),
         },
     )
     buffer: int = field(

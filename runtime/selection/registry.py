@@ -47,6 +47,8 @@ def refuse_unused(
     parameters: Mapping[str, Any],
     among: Mapping[str, type] | None = None,
     decoding: Collection[str] = (),
+    *,
+    answers: bool = True,
 ) -> None:
     """Raise UsageError for an option that the user set and that none of the chosen methods reads.
 
@@ -55,12 +57,16 @@ def refuse_unused(
         parameters: values of all methods' options, by field name; None: the user did not set the option.
         among: all available methods, by name. The error message names those that have the option.
         decoding: names of chosen methods that select only for decode steps, not for a question's tokens.
+        answers: whether tokens are generated; False for a report on stored queries.
     """
     for name, value in parameters.items():
         if value is None:
             continue
         having = {of: method for of, method in chosen.items() if name in {field.name for field in fields(method)}}
-        why = {of: unread(method, name, parameters, decodes=of in decoding) for of, method in having.items()}
+        why = {
+            of: unread(method, name, parameters, decodes=of in decoding, answers=answers)
+            for of, method in having.items()
+        }
         option = f"--{name.replace('_', '-')}"
         if not having:
             owners = [of for of, method in (among or {}).items() if name in {field.name for field in fields(method)}]
@@ -70,16 +76,17 @@ def refuse_unused(
             raise UsageError(f"{option} has no effect on {', '.join(why)} {next(iter(why.values()))}; leave it out")
 
 
-def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: bool) -> str:
+def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: bool, answers: bool = True) -> str:
     """Return the reason why a method does not read its field `name`, as words for a message.
 
     The reason is empty if the method reads the field, or if the field has its default. The field's metadata has the
     conditions. `needs`: values of the method's other fields, by name. `joint`: the field is read only by a selection
-    that the tokens of a question or of a chunk share.
+    that the tokens of a question or of a chunk share. `appends`: the field is read only when tokens are generated.
 
     Args:
         parameters: values of options by field name; None: the user did not set the option.
         decodes: whether the method selects only for decode steps.
+        answers: whether tokens are generated.
     """
     known = {field.name: field for field in fields(method)}
     if parameters.get(name) in (None, known[name].default):
@@ -88,6 +95,8 @@ def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: b
         given = parameters.get(other)
         if other in known and value != (known[other].default if given is None else given):
             return f"without --{other.replace('_', '-')}" + ("" if value is True else f" {value}")
+    if known[name].metadata.get("appends") and not answers:
+        return "where no tokens are generated"
     return "in decode steps, each of which has one query" if decodes and known[name].metadata.get("joint") else ""
 
 

@@ -18,7 +18,7 @@ from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.selection.registry import methods
 
 ALWAYS = {
-    "build-index": "from-file as-one model method encoding max-tokens sinks tail chunk-size prefill rope-scaling raw "
+    "build-index": "from-file as-one model method max-tokens sinks tail chunk-size prefill rope-scaling raw "
     "special-tokens force watch ray device dtype kv-dtype weights quiet",
     "generate": "index prompt-file batch-file model method lossless prefill max-new-tokens temperature raw "
     "special-tokens sources stats compile json device dtype weights quiet",
@@ -36,7 +36,7 @@ ALWAYS = {
     "bench": "method variants shared budget index runs warm json latex markdown csv plot device dtype quiet",
     "bench-model": "config method context weights batch shared budget seed distinct-layers runs compile json latex "
     "markdown device dtype quiet",
-    "append": "index rebuild again encoding special-tokens model chunk-size device dtype weights quiet",
+    "append": "index rebuild again special-tokens model chunk-size device dtype weights quiet",
     "convert": "output kv-dtype device quiet",
     "inspect": "index method layer clusters by verify plot html json quiet",
     "start": "status quiet",
@@ -50,6 +50,8 @@ ALWAYS = {
 
 ASK = ("Why?", "--model", "model", "--max-new-tokens", "2")
 EVAL = ("doc.txt", "--model", "model", "--tail", "64")
+FEW = (*EVAL, "--method", "dense", "--length", "500")
+OF_ANSWERS = (("max-new-tokens", "2"), ("batch-size", "2"), ("raw", ""))
 DENSE, QA = ("--method", "dense"), ("--pairs", "pairs.jsonl")
 REFUSED = [
     ("build-index", ("doc.txt",), "include", "*.py"),
@@ -58,6 +60,8 @@ REFUSED = [
     ("build-index", ("doc.skv",), "output", "new.skv"),
     ("build-index", ("doc.skv",), "checkpoints", "1"),
     ("build-index", ("doc.txt",), "workers", "2"),
+    ("build-index", ("manual.pdf", "letter.docx"), "encoding", "latin-1"),
+    ("append", ("manual.pdf",), "encoding", "latin-1"),
     ("generate", ASK, "batch-size", "2"),
     ("generate", ASK, "resume", "answers.jsonl"),
     ("generate", (*ASK, "--batch-file", "doc.txt"), "save-to", "talk.skv"),
@@ -91,14 +95,10 @@ REFUSED = [
     ("eval", (*EVAL, *DENSE), "question-prefill", "own"),
     ("eval", (*EVAL, *DENSE), "question-budget", "9"),
     ("eval", (*EVAL, "--method", "multipole", "--method", "codes"), "residual", ""),
-    ("eval", (*EVAL, *QA), "contexts", "2"),
-    ("eval", (*EVAL, "--task", "niah-single", "--task", "cwe"), "questions", "2"),
-    ("eval", (*EVAL, "--task", "perplexity"), "max-new-tokens", "2"),
-    ("eval", (*EVAL, "--task", "perplexity"), "batch-size", "2"),
-    ("eval", (*EVAL, "--task", "perplexity"), "raw", ""),
     ("eval", (*EVAL, "--task", "perplexity"), "depth", "50"),
     ("eval", (*EVAL, "--task", "perplexity"), "pairs", "pairs.jsonl"),
     ("eval", ("--task", "fwe", "--model", "model"), "encoding", "latin-1"),
+    ("eval", ("manual.pdf",), "encoding", "latin-1"),
     ("eval", EVAL, "format", "ruler"),
     ("eval", EVAL, "workers", "2"),
     ("bench", (), "layer", "1"),
@@ -116,6 +116,7 @@ REFUSED = [
     ("eval", (*EVAL, "--method", "quoka"), "quoka-subset", "all"),
     ("recall-report", ("--method", "quoka"), "quoka-subset", "all"),
     ("recall-report", ("--method", "sampleattention"), "prefill-queries", "2"),
+    ("recall-report", ("--method", "multipole"), "stream", ""),
     ("bench", ("--method", "multipole"), "buffer", "9"),
     ("bench-model", ("--method", "multipole"), "opened", "2"),
     ("build-index", ("doc.txt", "--model", "model"), "quoka-across", "mean"),
@@ -129,6 +130,9 @@ NOTED = [
     ("chat", ("--max-new-tokens", "2"), "seed", "3"),
     ("chat", ("--max-new-tokens", "2", *DENSE), "placement", "host"),
     ("trace", ASK, "residual", ""),
+    ("eval", (*FEW, *QA), "contexts", "2"),
+    ("eval", (*FEW, "--task", "niah-single", "--contexts", "1"), "questions", "2"),
+    *(("eval", (*FEW, "--task", "perplexity", "--contexts", "1"), *one) for one in OF_ANSWERS),
 ]
 """The same, for an option that is harmless: a note says that it has no effect, once."""
 FILE = """
@@ -178,7 +182,7 @@ def test_each_condition_of_a_methods_option_is_tried() -> None:
     for registry in (methods(), indexers(), prefills()):
         for one in registry.values():
             fields = one.__dataclass_fields__.values()
-            assert {field.name for field in fields if {"needs", "joint"} & field.metadata.keys()} <= tried
+            assert {field.name for field in fields if {"needs", "joint", "appends"} & field.metadata.keys()} <= tried
 
 
 @pytest.mark.parametrize(("command", "given", "option", "value"), REFUSED)
@@ -193,6 +197,7 @@ def test_an_option_without_an_effect_is_refused(
 def test_a_harmless_option_is_noted(
     place: Path, command: str, given: tuple[str, ...], option: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Path("pairs.jsonl").write_text(json.dumps({"question": "Why?", "answers": ["Line 3"]}))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
     outcome = run_here(command, *given, f"--{option}", *filter(None, [value]))
     assert outcome.code == 0, outcome.stderr

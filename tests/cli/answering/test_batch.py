@@ -52,10 +52,11 @@ def test_an_answer_says_what_prefilled_its_question(place: Path) -> None:
 
 def test_parameters_have_the_types_of_their_options(place: Path) -> None:
     Path("questions.txt").write_text("Why?\n")
-    (record,) = _records("--batch-file", "questions.txt", "--method", "multipole", "--opened", "3")
+    hierarchical = ("--method", "squeezed", "--lookup", "hierarchical", "--opened", "3")
+    (record,) = _records("--batch-file", "questions.txt", *hierarchical)
     settings = record["settings"]
     assert isinstance(settings, dict)
-    told = {"lookup": "flat", "opened": 3.0, "replace": True, "stream": False, "buffer": 128}
+    told = {"lookup": "hierarchical", "opened": 3.0, "selection": "budget"}
     assert json.dumps(settings["parameters"]) == json.dumps(told)
 
 
