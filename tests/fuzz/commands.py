@@ -117,13 +117,10 @@ def command(world: World, index: OpenIndex) -> None:
         by_command, by_plan = (stored_rows(Path(name), case.layers) for name in ("cli.skv", "index.skv"))
         for ours, theirs in zip(by_command.values(), by_plan.values(), strict=True):
             apart = max(error_of(*both) for both in zip(ours, theirs, strict=True))
-            # The command reads the weights into other memory, and products of one row depend on its alignment. A difference
-            # in the last digit may move a row's number to the next int8.
-            expect(
-                apart <= (1e-5 if case.kv_dtype is None else 1e-3),
-                "command's rows",
-                f"are {apart:.2e} from those of the plan",
-            )
+            # The command reads the weights into other memory, and products of one row depend on its alignment. So the
+            # last digit may differ, and move a number to the next int8.
+            most = 1e-5 if case.kv_dtype is None else 1e-3
+            expect(apart <= most, "command's rows", f"are {apart:.2e} from those of the plan")
         if case.guard is not None or len(case.indexers) > 1 or case.prefill_options:
             return
         question = world.question(0)
