@@ -23,7 +23,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, read_question
-from sparsekv.cli.configuring.sources import Command
+from sparsekv.cli.configuring.sources import Command, typed_options
 from sparsekv.cli.pages.trace import describe_size, describe_without, refuse_unwritable, say_json, write
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.registry import methods
@@ -33,6 +33,9 @@ if TYPE_CHECKING:  # the modules import transformers, for which --help does not 
     from sparsekv.runtime.tracing.trace import TracedIndex
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+NOT_OF_THE_ANSWER = ("index", "prompt_file", "output", "truth", "without", "as_json", "quiet")
+"""Parameters that the page's command without a passage has of its own, or that do not change the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,7 @@ def trace(options: TraceOptions) -> None:
     note(config.origin, quiet=options.run.quiet or not config.origin)
     answer, document = _traced(options, traced, ids)
     document["question"] = question
+    document["options"] = typed_options(options.ctx, NOT_OF_THE_ANSWER)
     if hidden is not None:
         with waiting("answering without the passage", quiet=options.run.quiet):
             again = traced.without(hidden, ids, options.max_new_tokens, answer, truth=options.truth)

@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +64,21 @@ def source_of(ctx: Any, name: str) -> str:
 def on_command_line(ctx: Any, name: str) -> bool:
     """Whether the user gave the option in this call."""
     return source_of(ctx, name) == "COMMANDLINE"
+
+
+def typed_options(ctx: Any, but: Collection[str] = ()) -> list[str]:
+    """Return the options that the user gave in this call, as words of a command line, without the parameters `but`."""
+    words = list[str]()
+    for one in ctx.command.params:
+        if one.param_type_name != "option" or one.name in but or not on_command_line(ctx, one.name):
+            continue
+        value = ctx.params[one.name]
+        if isinstance(value, bool):
+            words.append((one.opts if value else one.secondary_opts)[0])
+        else:
+            values = value if one.multiple else [value]
+            words += [word for each in values for word in (f"--{long_name(one)}", str(each))]
+    return words
 
 
 ORIGINS = "sparsekv.origins"

@@ -83,10 +83,20 @@ def test_the_policy_stops_a_script_in_a_page(
         assert any("Content Security Policy" in said for said in one.said)
 
 
+def test_a_chats_trace_has_no_command(opened: Open, trace: dict[str, Any]) -> None:
+    one = opened({name: value for name, value in trace.items() if name != "options"})
+    one.page.locator(".passage[data-passage='0']").dispatch_event("click")
+    assert one.text("#detail").startswith("Passage 1, ")
+    assert "null" not in one.text("#detail")
+    assert one.page.locator("#command").count() == 0
+
+
 @pytest.mark.parametrize("text", [*HOSTILE, *UNQUOTED])
 def test_the_command_without_a_passage_is_quoted(opened: Open, trace: dict[str, Any], text: str) -> None:
     """A shell gives the command exactly the texts, and runs nothing else."""
+    of_answer = ["--model", text, "--residual"]
     document = trace | {"question": text, "index": text, "passages": [{"start": 0, "tokens": [text]}]}
+    document["options"] = of_answer
     groups = {name: [row | {"passages": []} for row in trace[name]] for name in ("by_token", "by_head", "records")}
     tokens = {"chosen_tokens": [], "missed_tokens": []}
     groups["records"] = [row | tokens for row in groups["records"]]
@@ -101,6 +111,6 @@ def test_the_command_without_a_passage_is_quoted(opened: Open, trace: dict[str, 
     environment = {"LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, env=environment)
     said = done.stdout.decode().split("\0")[:-1]
-    options = ["--without", " ".join(filter(None, re.split("[ \t\r\n]+", text))), "-o", "without.html"]
+    options = [*of_answer, "--without", " ".join(filter(None, re.split("[ \t\r\n]+", text))), "-o", "without.html"]
     beginning = ["trace", "--index", text]
     assert said == ([*beginning, *options, "--", text] if text.startswith("-") else [*beginning, text, *options])

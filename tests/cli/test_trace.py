@@ -93,6 +93,20 @@ def test_json_is_what_the_schema_says(place: Path, options: tuple[str, ...]) -> 
     assert shown.count("Line ") == (place / "doc.txt").read_text().count("Line ")
 
 
+def test_a_trace_names_the_options_that_its_answer_was_given_with(place: Path) -> None:
+    """With them, the page's command asks without a passage as the traced answer was given."""
+    given = ("--method", "squeezed", "--budget", "20%", "--residual", "--raw", "--lookup", "flat")
+    document = _traced(*given, "--truth", "--without", PASSAGE, "-q")
+    options = document["options"]
+    pairs = [("--model", "model"), ("--max-new-tokens", "3"), ("--method", "squeezed"), ("--budget", "20%")]
+    assert sorted(options) == sorted([*(word for pair in pairs for word in pair), "--residual", "--raw", *given[-2:]])
+    again = run_here("trace", "--index", document["index"], document["question"], *options, "--json")
+    found = json.loads(_text(again))
+    assert [found[name] for name in ("answer", "method", "budget", "residual", "options")] == [
+        document[name] for name in ("answer", "method", "budget", "residual", "options")
+    ]
+
+
 def test_by_default_everything_is_chosen_for_the_first_token(place: Path) -> None:
     first = [one for one in _traced("--truth")["records"] if one["token"] == 0]
     assert all((one["stood_for"], one["missed"]) == (0, 0) for one in first)

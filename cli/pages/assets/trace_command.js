@@ -15,11 +15,14 @@ function shellWord(text) {
   return `$'${escaped}'`;
 }
 
-/** The command without a passage, in which white space is any; null where a text has a character that no command can have. */
-function withoutCommand({ index, question }, passage) {
+/**
+ * The command without a passage, in which white space is any, with the options of the traced answer; null where a text
+ * has a character that no command can have.
+ */
+function withoutCommand({ index, question, options: given }, passage) {
   const text = passage.split(/[ \t\r\n]+/).filter(Boolean).join(" ");
-  if (!text || /[\u0000\ud800-\udfff]/u.test(index + question + text)) return null;
-  const options = `--without ${shellWord(text)} -o without.html`;
+  if (!text || /[\u0000\ud800-\udfff]/u.test(index + question + given.join("") + text)) return null;
+  const options = [...given, "--without", text, "-o", "without.html"].map(shellWord).join(" ");
   const start = `sparsekv trace --index ${shellWord(index)}`;
   return question.startsWith("-") ? `${start} ${options} -- ${shellWord(question)}` : `${start} ${shellWord(question)} ${options}`;
 }

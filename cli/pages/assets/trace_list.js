@@ -47,10 +47,12 @@ function passageDetail(trace, passage, shares) {
     element("p", { class: "text", lang: "", dir: "auto" }, visible(prompt.quoteOf(passage))),
     element("p", { class: "row small" }, numbers),
     withoutButton(trace, passage),
-  ];
+  ].filter(Boolean);
 }
 
 function withoutButton(trace, passage) {
+  // The turns before a chat's question are in no command.
+  if (!trace.options) return null;
   const command = withoutCommand(trace, trace.prompt.textOf(passage));
   if (command === null) return element("p", { class: "small faint" }, "This passage cannot be named in a command.");
   const shownCommand = element("code", { class: "command", id: "command" }, visible(command));

@@ -138,6 +138,7 @@ def test_a_trace_is_of_the_last_question_after_the_talk_before_it(place: Path) -
     assert "otherwise" not in told
     shown = printable(traced["answer"]) + "\n" + cut()
     assert (traced["question"], shown, traced["truth"]) == ("And then?", said, True)
+    assert "options" not in traced  # No command has the turns before this question.
 
 
 def test_the_page_has_every_command() -> None:
