@@ -116,13 +116,14 @@ class Residual:
         attended: whether queries attend to the centroids instead of the tokens that were not selected (Multipole
             Attention, equation 2). Otherwise the centroids are used only to estimate the missed attention mass.
         in_place: the same centroids with their logits, for kernels that attend in place; None: `segments` is used.
-        index_rows: D-sized rows read per KV head for the centroids, in addition to those that were read for scoring.
+        rows_of_union: D-sized index rows read per KV head by several queries that attend to the union of their
+            selections and to the centroids of `Selector.rest_of`. None: these centroids were read for scoring.
     """
 
     segments: Callable[[], tuple[CentroidSegment, ...]]
     attended: bool
     in_place: tuple[ScoredCentroids, ...] | None = None
-    index_rows: float = 0.0
+    rows_of_union: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,13 @@ class Cost:
     """Cost of a selection: `index_rows`, the D-sized index rows read per KV head, as a number or as [Hk, Q or 1].
 
     Kernels may count further rows in a counter on the device. Each count stands for `per_count` D-sized rows, such as
-    2 rows (key and value) for each selected token.
+    2 rows (key and value) for each selected token. `shared` of a query's `index_rows` are the same rows for all
+    queries, which together read them once.
     """
 
     index_rows: torch.Tensor | float
     per_count: int = 0
+    shared: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class TableSelector(Selector):
         pieces = [_Piece(some, beside, queries.joint) for some, beside in split]
         found = [self._choose(some, tokens) for some in ([pieces] if queries.joint else [[one] for one in pieces])]
         starts, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        return Selection(single_rows(starts), Cost(rows))
+        return Selection(single_rows(starts), Cost(rows, shared=self._centroid_rows))
 
     def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Select rows [Hk, Q or 1, K], ascending: for each query of one piece, or one selection for all pieces.
@@ -247,10 +247,14 @@ class TableSelector(Selector):
         probability = (logits - totals[..., None]).exp().sum(1)
         return probability.sum(1, keepdim=True) if piece.shared else probability
 
+    @property
+    def _centroid_rows(self) -> float:
+        """Number of D-sized rows of all centroids, which every search reads."""
+        return self.tables.centroids[0].numel() * CENTROID_BYTES / self.row_bytes
+
     def _rows(self, lists: torch.Tensor) -> torch.Tensor:
         """Return the number of D-sized rows that a search reads: all centroids, and `lists` [Hk, Q or 1] lists."""
-        centroids = self.tables.centroids[0].numel() * CENTROID_BYTES
-        return (lists * self.tables.tokens.shape[-1] * ENTRY_BYTES + centroids) / self.row_bytes
+        return lists * (self.tables.tokens.shape[-1] * ENTRY_BYTES / self.row_bytes) + self._centroid_rows
 
     @property
     def report(self) -> SelectorReport:

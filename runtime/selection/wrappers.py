@@ -25,9 +25,10 @@ from sparsekv.runtime.selection.interface import (
 def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
     """Unite the selections of all queries to one selection for all of them.
 
-    The union's number of index rows is that of `selection` if it is a number, and the sum over the queries if it is a
-    tensor. The sum is an upper bound, because two queries may read the same rows. If queries attend to centroids of
-    unselected tokens, the index rows of these centroids are added.
+    The union's number of index rows is that of `selection` if it is a number. If it is a tensor, `Cost.shared` rows
+    count once, and all other rows are summed over the queries. The sum is an upper bound, because two queries may read
+    the same rows. If queries attend to centroids of unselected tokens, the number is `Residual.rows_of_union` instead,
+    unless that is None.
 
     Args:
         selection: one selection for each query.
@@ -45,10 +46,11 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     valid = torch.arange(most, device=chosen.device) < used[:, None]
     read, rest = selection.cost.index_rows, None
     if isinstance(read, torch.Tensor):
-        read = read.expand(len(chosen), -1).sum(1, keepdim=True)
+        shared = selection.cost.shared
+        read = (read - shared).expand(len(chosen), -1).sum(1, keepdim=True) + shared
     if selection.rest is not None and selection.rest.attended:
         rest = selector.rest_of(chosen)
-        read = read + rest.index_rows
+        read = read if selection.rest.rows_of_union is None else selection.rest.rows_of_union
     return replace(
         selection,
         rows=RowSet(rows[:, None, :most], valid.long()[:, None], most, indices=RowIndices(rows, used, None)),
@@ -192,5 +194,6 @@ class ResidualSelector(Selector):
         cluster = self.labels[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
         left = self.clusters.left(cluster, valid)
         centroids = CentroidSegment(self.clusters.keys, left.log(), self.clusters.values)
-        cost = replace(chosen.cost, index_rows=chosen.cost.index_rows + 2.0 * self.clusters.keys.shape[1])
+        cost, centroids_read = chosen.cost, 2.0 * self.clusters.keys.shape[1]
+        cost = replace(cost, index_rows=cost.index_rows + centroids_read, shared=cost.shared + centroids_read)
         return replace(chosen, cost=cost, rest=Residual(lambda: (centroids,), attended=True))

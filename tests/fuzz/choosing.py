@@ -30,6 +30,7 @@ from sparsekv.runtime.selection.code_scan import CodeScan, QuestionScan
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries, Selector
 from sparsekv.runtime.selection.posting_lists import ListSearch, TableSelector
 from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.wrappers import chosen_rows, unite
 
 from .case import Case, from_options
 from .deeds import deed
@@ -371,17 +372,37 @@ def asked_layer(world: World, index: OpenIndex, number: int) -> Layer:
     return replace(layer, beside=beside.float())
 
 
+def expect_union(form: MethodSpec, selector: Selector, layer: Layer) -> None:
+    """Queries together have all tokens that one of them chooses; one query alone reads what it reads in a union.
+
+    Down a hierarchy, it reads fewer of the rest's centroids than a union.
+    """
+    if not form.method.can_unite() or selector.append is not None or form.method.cycle() > 1:
+        return
+    middle, all_of_them = layer.keys.shape[1], slice(None)
+    queries = Queries(layer.query, lambda: layer.positions, lambda: layer.beside, joint=False)
+    for some in (slice(0, 1), all_of_them):
+        own = selector.select(queries.of_tokens(some), Budget(layer.tokens))
+        together = unite(own, selector, middle)
+        rows = (chosen_rows(one.rows, middle) for one in (own, together))
+        expect(torch.equal(*rows), "rows of a union", f"of {form.title}: {together.rows}, not those of {own.rows}")
+        if some != all_of_them and len(own.attended_segments()) < 2:
+            alone, read = (float(torch.as_tensor(one.cost.index_rows).double().mean()) for one in (own, together))
+            right = abs(alone - read) <= 1e-4 * (1 + alone)
+            expect(right, "reads of a union", f"of one query, {form.title}: {read} rows of the index, not {alone}")
+
+
 def ways_to_choose(world: World, index: OpenIndex) -> Ways:
     """All choices of all indexed layers, of the methods that the index was built for."""
     case = world.case
     for name, _ in case.indexers:
         method = from_options(methods(), name, case.options if name == case.method else ())
+        form = MethodSpec(name, "", method)
         for number in index.artifact.manifest.indexed_layers:
-            prepared = prepare_layer(
-                LayerRows(index.artifact, number), MethodSpec(name, "", method), world.model.device
-            )
+            prepared = prepare_layer(LayerRows(index.artifact, number), form, world.model.device)
+            layer = asked_layer(world, index, number)
+            expect_union(form, prepared.selector, layer)
             if (ways := CHOOSERS.get(type(prepared.selector))) is not None:
-                layer = asked_layer(world, index, number)
                 yield from (replace(one, by=f"{name} by {one.by}") for one in ways(prepared.selector, layer))
 
 

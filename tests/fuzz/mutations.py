@@ -152,6 +152,14 @@ FAULTS = (
         "rows are ranked by an estimate that is far too large",
         Patch("kernels/posting_lists/list_ranks.py", "ranks_of(logits, totals - excess,", "ranks_of(logits, totals,"),
     ),
+    Fault(
+        "a union counts centroids twice",
+        Patch(
+            "runtime/selection/clusters/selector.py",
+            "rows_of_union=None if flat else self.steps.rows_of_union",
+            "rows_of_union=self.steps.rows_of_union",
+        ),
+    ),
 )
 
 

@@ -190,11 +190,15 @@ class ClusterSelector(Selector):
         while scored[-1].level:
             scored.append(self._score_children(query, scored[-1], budget, queries.joint))
         lengths, capacity = self._choose(scored[-1], budget, queries.joint)
-        read = sum((one.read for one in scored[1:]), scored[0].read)
+        coarsest = float(scored[0].read * self.steps.rows)
         return Selection(
             RowSet(of_clusters(self.starts, scored[-1].clusters), lengths, capacity),
-            Cost(read * self.steps.rows),
-            Residual(lambda: self._centroids.remainders(scored, lengths), attended=self.replace),
+            Cost(sum((one.read * self.steps.rows for one in scored[1:]), coarsest), shared=coarsest),
+            Residual(
+                lambda: self._centroids.remainders(scored, lengths),
+                attended=self.replace,
+                rows_of_union=None if flat else self.steps.rows_of_union,
+            ),
         )
 
     @property
@@ -222,16 +226,15 @@ class ClusterSelector(Selector):
     def rest_of(self, chosen: torch.Tensor) -> Residual:
         """Return the finest clusters' centroids for the tokens that are False in `chosen` [Hk, M].
 
-        With a hierarchical lookup, all finest centroids are read, because the queries whose selections were united have
-        scored different centroids.
+        After a hierarchical lookup, these centroids represent the tokens, too, because the queries whose selections
+        were united have scored different centroids.
         """
         before = torch.nn.functional.pad(chosen.cumsum(-1), (1, 0))
         counts = self.tree.counts[0].long()
         taken = before.gather(1, self.starts + counts) - before.gather(1, self.starts)
         keys = self.keys[0]
         centroids = CentroidSegment(keys, (counts - taken).float().log()[:, None], (self.values or self.keys)[0])
-        read = 2.0 * keys.shape[1] if self.hierarchical else 0.0
-        return Residual(lambda: (centroids,), attended=self.replace, index_rows=read)
+        return Residual(lambda: (centroids,), attended=self.replace)
 
     def attend_fused(
         self, query: torch.Tensor, rows: Pair, exact: Pair, budget: Budget, sink_logits: torch.Tensor | None

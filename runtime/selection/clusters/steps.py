@@ -272,6 +272,15 @@ class ClusterSteps:
             return 1
         return 2 if self.own else 3
 
+    @property
+    def rows_of_union(self) -> float:
+        """Number of rows read if several queries select down the levels and attend to all finest centroids.
+
+        This is an upper bound if there are more than two levels, because not all clusters between are scored.
+        """
+        finest, *coarser = (centroids.shape[1] for centroids in self.tree.centroids)
+        return float(finest * self.rows + sum(coarser))
+
     def flat(
         self, query: torch.Tensor, tokens: int, threshold: float | None = None, counter: torch.Tensor | None = None
     ) -> Selection:
@@ -374,8 +383,14 @@ class ClusterSteps:
             Cost(
                 (coarse.shape[1] + (0.0 if in_place else opened.used[:, None])) * self.rows,
                 self.rows if in_place else 0,
+                shared=float(coarse.shape[1] * self.rows),
             ),
-            Residual(left, attended=self.replaces, in_place=scored if self.replaces and in_place else None),
+            Residual(
+                left,
+                attended=self.replaces,
+                in_place=scored if self.replaces and in_place else None,
+                rows_of_union=self.rows_of_union,
+            ),
         )
 
     def _rows(self, chosen: ClusterChoice, starts: torch.Tensor, tokens: int, total: int) -> RowSet:

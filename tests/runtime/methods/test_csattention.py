@@ -26,6 +26,7 @@ from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.wrappers import unite
 
 properties = settings(max_examples=15)
 EXACT = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
@@ -198,6 +199,17 @@ def test_between_searches_the_same_tokens_stay_chosen(step: int) -> None:
             assert torch.equal(starts, every.rows.starts[:, searched])
             rows = torch.as_tensor(rows).expand(2, -1) if torch.as_tensor(rows).ndim else torch.zeros(2, 1)
             assert_close(rows[:, min(query, rows.shape[1] - 1)], expected_rows, 1e-6)
+
+
+def test_queries_that_share_what_they_read_count_the_centroids_once() -> None:
+    layer = tabled_layer().layer
+    selector = CSAttention(rerank=1.0).prepare(layer.context)
+    of_one = selector.select(as_queries(layer.queries[:, :, :1]), Budget(6))
+    of_five = selector.select(as_queries(layer.queries[:, :, :1].expand(-1, -1, 5, -1)), Budget(6))
+    centroids = 2 * selector.tables.centroids[0].numel() / selector.row_bytes
+    lists = torch.as_tensor(of_one.cost.index_rows) - centroids
+    read = unite(of_five, selector, layer.split.middle).cost.index_rows
+    assert_close(torch.as_tensor(read), centroids + 5 * lists, 1e-6)
 
 
 def test_a_rewound_layer_and_another_budget_search_anew() -> None:

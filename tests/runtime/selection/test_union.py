@@ -69,11 +69,12 @@ def test_centroids_represent_what_nobody_chooses(name: str, queries: int, budget
     assert bool((left.log_counts.exp() >= 0).all())
 
 
-@pytest.mark.parametrize("name", ["multipole", "quest"])
-def test_of_one_query_it_is_its_own_choice(name: str) -> None:
+@pytest.mark.parametrize(("name", "budget"), [("multipole", 20), ("quest", 20), ("multipole hierarchical", 120)])
+def test_of_one_query_it_is_its_own_choice(name: str, budget: int) -> None:
+    """A hierarchical lookup scores all finest clusters, too, from a quarter of the tokens on."""
     layer = layers(1, block=64)
     selector = replacing(layer, name)
-    own = selector.select(as_queries(layer.queries[:, :, :1]), Budget(20))
+    own = selector.select(as_queries(layer.queries[:, :, :1]), Budget(budget))
     together = unite(own, selector, 200)
     (left,), (left_of_one,) = together.attended_segments(), own.attended_segments()
     assert torch.allclose(left.log_counts.exp(), left_of_one.log_counts.exp(), atol=1e-4)
@@ -82,7 +83,7 @@ def test_of_one_query_it_is_its_own_choice(name: str) -> None:
     )
 
 
-def test_the_rest_down_a_hierarchy_is_of_all_finest_clusters_and_counts_them() -> None:
+def test_the_rest_down_a_hierarchy_is_of_all_finest_clusters_and_counts_each_once() -> None:
     """Each query opens other clusters, so what is left is represented by those that all of them have."""
     layer = layers(1, block=64)
     selector = replacing(layer, "multipole hierarchical")
@@ -91,5 +92,17 @@ def test_the_rest_down_a_hierarchy_is_of_all_finest_clusters_and_counts_them() -
     (left,) = together.attended_segments()
     assert len(own.attended_segments()) > 1
     assert left.keys.equal(layer.context.tensors["level0.centroids"])
-    scored = torch.as_tensor(own.cost.index_rows).sum(-1, keepdim=True)
-    assert torch.as_tensor(together.cost.index_rows).equal(scored + 2.0 * left.keys.shape[1])
+    coarse, fine = (layer.context.tensors[f"level{level}.centroids"].shape[1] for level in (1, 0))
+    assert together.cost.index_rows == coarse + 2.0 * fine
+
+
+def test_what_all_queries_read_counts_once() -> None:
+    """The coarse clusters, and the centroids of the rest; the opened clusters of each query count for each."""
+    layer = layers(1)
+    inner = Squeezed("hierarchical").prepare(layer.context)
+    selector = ResidualSelector(inner, residual_clusters(layers(1, block=64).context.tensors))
+    one, several = as_queries(layer.queries[:, :, :1]), as_queries(layer.queries[:, :, :1].expand(-1, -1, 5, -1))
+    coarse, rest = layer.context.tensors["level1.counts"].shape[1], 2 * selector.clusters.keys.shape[1]
+    opened = inner.select(one, Budget(20)).cost.index_rows - coarse
+    read = unite(selector.select(several, Budget(20)), selector, 200).cost.index_rows
+    assert torch.as_tensor(read).equal(coarse + rest + 5 * torch.as_tensor(opened))
