@@ -400,11 +400,19 @@ def test_a_table_that_cannot_be_is_refused(indexed: Path, change: Callable[[dict
         (("project", "--ray", "auto", "--as-one"), ("leave --ray out",)),
         (("project", "--order", "age"), ("--order age", "path", "stable", "changed-last")),
         (("doc.txt", "--order", "stable"), ("--order stable", "name a folder, or give --as-one")),
+        (("doc.txt", "model/config.json", "--as-one", "-o", "x.skv", "--exclude", "*.txt"), ("--exclude *.txt",)),
+        (("--from-file", "list", "--include", "*.md"), ("--include *.md", "no folder is given")),
+        (("--from-file", "list", "--order", "stable"), ("--order stable", "name a folder, or give --as-one")),
+        (("doc.txt", "odd.bin", "--as-one", "-o", "x.skv"), ("odd.bin is not text", "leave it out")),
+        (("doc.txt", "odd.pdf", "--as-one", "-o", "x.skv"), ("odd.pdf is damaged", "leave it out")),
     ],
 )
 def test_refusals(project: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
     for name in ("empty", "half.skv"):
         (project.parent / name).mkdir()
+    Path("list").write_text("doc.txt\n")
+    for name in ("odd.bin", "odd.pdf"):
+        Path(name).write_bytes(b"%PDF\0")
     fails(2, "build-index", *arguments, "--model", "model", "-q", says=says)
 
 

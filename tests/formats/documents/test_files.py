@@ -310,6 +310,29 @@ def test_named_files_and_globs_are_one_document(tmp_path: Path, monkeypatch: pyt
             names_of("a.md", wrong)
 
 
+def test_a_file_that_several_names_choose_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["docs/a.md", "docs/b.txt", "docs/c.rst", "docs/empty.md", "docs/.hidden", "docs/old.skv/a"]
+    write_tree(tmp_path, dict.fromkeys(names, "text") | {"docs/empty.md": "", "docs/zero.md": "a\0b", "empty": ""})
+    monkeypatch.chdir(tmp_path)
+    sources = read_several(["docs/*.txt", "docs/.hidden", "docs/*.md", "empty"], Choice())
+    assert _names(sources) == ["docs/.hidden", "docs/a.md", "docs/b.txt"]
+    assert sources.left_out == {
+        files.UNLISTED: ["docs/c.rst"],
+        files.EMPTY: ["docs/empty.md", "empty"],
+        files.INDEX: ["docs/old.skv"],
+        files.NO_TEXT: ["docs/zero.md"],
+    }
+
+
+def test_a_gitignore_may_have_a_byte_order_mark_and_comments(tmp_path: Path) -> None:
+    write_tree(tmp_path, {".gitignore": "\ufeffsecret.txt\n# * * * * * *\n", "a": "a", "secret.txt": "secret"})
+    sources = read_folder(tmp_path, Choice())
+    assert (_names(sources), sources.left_out) == (
+        ["a"],
+        {files.HIDDEN: [".gitignore"], files.IGNORED: ["secret.txt"]},
+    )
+
+
 @pytest.mark.parametrize(
     "path", ["/a", "../a", "a/../b", "a/..", "..", ".", "a//b", "a/", "", "a\nb", "a\x1bb", "\udcff"]
 )
