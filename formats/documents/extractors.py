@@ -16,6 +16,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from importlib import import_module
 from typing import Any, BinaryIO
@@ -96,8 +97,9 @@ def docx_text(data: bytes) -> str:
 def html_text(page: str, *, navigation: bool = False) -> str:
     """Return the text of an HTML page: headings with #, lists with - or numbers, cells of tables with | between them.
 
-    Scripts and styles are left out, and pictures except for their alternative text. Navigation is left out unless it is
-    more than half of the text.
+    A cell that spans several columns or rows is followed by empty cells in its place. Checked boxes are [x] and others
+    [ ], and struck text is between two ~~. Scripts and styles are left out, and pictures except for their alternative
+    text. Navigation is left out unless it is more than half of the text.
 
     Args:
         navigation: whether to keep navigation in any case.
@@ -150,6 +152,67 @@ _BLOCKS = frozenset(
 _PARAGRAPHS = frozenset({"p", "pre", "table", "title", "hr", "blockquote", "dl", "figure"})
 _HEADINGS = {f"h{level}": f"{'#' * level} " for level in range(1, 7)}
 _DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
+_STRUCK = frozenset({"s", "del", "strike"})
+_MOST_COLUMNS = 1000
+"""Maximum number of columns and of rows that a cell spans, as in browsers for columns."""
+
+
+@dataclass(frozen=True)
+class _List:
+    """The next number of an ordered list, the difference of two numbers, and the style: 1, a, A, i or I."""
+
+    number: int
+    step: int = 1
+    style: str = "1"
+
+    @classmethod
+    def of(cls, attributes: dict[str, str | None]) -> "_List | None":
+        """Return the list of an `ol`; None if its numbers are not known, because it counts down to its last item."""
+        start, down = _number(attributes.get("start")), "reversed" in attributes
+        if start is None and down:
+            return None
+        return cls(1 if start is None else start, -1 if down else 1, attributes.get("type") or "1")
+
+    @property
+    def label(self) -> str:
+        """The next number as the page shows it."""
+        return ordinal(self.number, self.style)
+
+
+@dataclass
+class _Table:
+    """The position in an open table.
+
+    Attributes:
+        column: the first column behind the cells so far in the row.
+        last: the column of the last cell in the row; None for a row without cells.
+        spans: number of further rows that a cell above spans, by column.
+    """
+
+    column: int = 0
+    last: int | None = None
+    spans: dict[int, int] = field(default_factory=dict)
+
+    def row(self) -> None:
+        """Begin a row."""
+        self.spans = {column: rows - (column >= self.column) for column, rows in self.spans.items() if rows}
+        self.column, self.last = 0, None
+
+    def cell(self, attributes: dict[str, str | None]) -> int:
+        """Begin a cell. Returns the number of column borders since the last cell of the row or the row's beginning."""
+        while self.spans.get(self.column):
+            self.spans[self.column] -= 1
+            self.column += 1
+        borders, self.last = self.column - (self.last or 0), self.column
+        columns, rows = (min(_number(attributes.get(name)) or 1, _MOST_COLUMNS) for name in ("colspan", "rowspan"))
+        for column in range(self.column, self.column + columns if rows > 1 else 0):
+            self.spans[column] = rows - 1
+        self.column += max(columns, 1)
+        return borders
+
+    def copy(self) -> "_Table":
+        """Return an independent copy."""
+        return replace(self, spans={**self.spans})
 
 
 class _Renderer(HTMLParser):
@@ -170,8 +233,8 @@ class _Renderer(HTMLParser):
         self._gap, self._space = 0, False
         self._fresh = True  # after a marker of a heading, a list or a cell, where no line breaks
         self._preformatted = 0
-        self._lists: list[int | None] = []  # the next number of each open list; None: without numbers
-        self._cells: list[int] = []  # the number of cells so far in the row of each open table
+        self._lists: list[_List | None] = []  # the open lists; None: without numbers
+        self._tables: list[_Table] = []  # the open tables
         self._inside: tuple[str, int, Any] | None = None  # the element left out: tag, depth, earlier state
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -179,7 +242,8 @@ class _Renderer(HTMLParser):
             if tag == self._inside[0]:
                 self._inside = tag, self._inside[1] + 1, self._inside[2]
         elif tag in self._dropped:
-            state = self._gap, self._space, self._fresh, self._preformatted, [*self._lists], [*self._cells]
+            tables = [table.copy() for table in self._tables]
+            state = self._gap, self._space, self._fresh, self._preformatted, [*self._lists], tables
             self._inside = tag, 1, (len(self.pieces), state)
         if tag == "br":
             self._gap = self._gap if self._fresh else min(self._gap + 1, 2)
@@ -188,18 +252,24 @@ class _Renderer(HTMLParser):
             self._mark(_HEADINGS[tag])
         elif tag in ("ul", "ol", "menu"):
             self._break(1 if self._lists else 2)
-            self._lists.append(_start(dict(attrs)) if tag == "ol" else None)
+            self._lists.append(_List.of(dict(attrs)) if tag == "ol" else None)
         elif tag == "li":
             self._break(1)
-            self._mark(self._bullet())
+            self._mark(self._bullet(_number(dict(attrs).get("value"))))
         elif tag in ("td", "th"):
-            self._cell()
+            self._cell(dict(attrs))
         elif tag in ("sup", "sub"):
             self._flush()
             self.pieces.append("^" if tag == "sup" else "_")
             self._space = False
         elif tag == "img":
             self.handle_data(dict(attrs).get("alt") or "")
+        elif tag == "input" and (dict(attrs).get("type") or "").lower() in ("checkbox", "radio"):
+            self.handle_data("[x] " if "checked" in dict(attrs) else "[ ] ")
+        elif tag in _STRUCK:
+            self._flush()
+            self.pieces.append("~~")
+            self._fresh = True
         else:
             self._enter(tag)
 
@@ -207,10 +277,10 @@ class _Renderer(HTMLParser):
         if tag in _PARAGRAPHS or tag in _BLOCKS or tag == "tr":
             self._break(2 if tag in _PARAGRAPHS else 1)
         if tag == "table":
-            self._cells.append(0)
-        elif tag == "tr" and self._cells:
-            self._gap = 1 if self._cells[-1] else self._gap  # no blank line between two rows
-            self._cells[-1] = 0
+            self._tables.append(_Table())
+        elif tag == "tr" and self._tables:
+            self._gap = self._gap if self._tables[-1].last is None else 1  # no blank line between two rows
+            self._tables[-1].row()
         elif tag == "pre":
             self._preformatted += 1
 
@@ -224,10 +294,16 @@ class _Renderer(HTMLParser):
             self._break(1)
         if tag in ("ul", "ol", "menu") and self._lists:
             self._lists.pop()
-        elif tag == "table" and self._cells:
-            self._cells.pop()
+        elif tag == "table" and self._tables:
+            self._tables.pop()
         elif tag == "pre":
             self._preformatted = max(self._preformatted - 1, 0)
+        elif tag in _STRUCK:
+            if self._fresh and self.pieces[-1:] == ["~~"]:
+                self.pieces.pop()
+            else:
+                self.pieces.append("~~")
+            self._fresh = False
         if self._inside is not None and tag == self._inside[0]:
             self._leave(*self._inside)
 
@@ -235,7 +311,7 @@ class _Renderer(HTMLParser):
         if depth > 1:
             self._inside = tag, depth - 1, state
             return
-        start, (self._gap, self._space, self._fresh, self._preformatted, self._lists, self._cells) = state
+        start, (self._gap, self._space, self._fresh, self._preformatted, self._lists, self._tables) = state
         if tag == "nav":
             self.navigation += sum(map(len, self.pieces[start:]))
         del self.pieces[start:]
@@ -274,35 +350,62 @@ class _Renderer(HTMLParser):
         self.pieces.append(marker)
         self._fresh = True
 
-    def _bullet(self) -> str:
-        if not self._lists or self._lists[-1] is None:
-            return f"{'  ' * min(len(self._lists) - 1, 20)}- "
-        number = self._lists[-1]
-        self._lists[-1] = number + 1
-        return f"{'  ' * min(len(self._lists) - 1, 20)}{number}. "
+    def _bullet(self, value: int | None) -> str:
+        """Return the marker of the next item; `value` is the number that the item itself sets."""
+        indent = "  " * min(len(self._lists) - 1, 20)
+        this = self._lists[-1] if self._lists else None
+        if this is None:
+            return f"{indent}- "
+        if value is not None:
+            this = replace(this, number=value)
+        self._lists[-1] = replace(this, number=this.number + this.step)
+        return f"{indent}{this.label}. "
 
-    def _cell(self) -> None:
-        if not self._cells:
+    def _cell(self, attributes: dict[str, str | None]) -> None:
+        if not self._tables:
             self._break(1)
             return
-        self._cells[-1] += 1
-        if self._cells[-1] > 1:
-            self._gap = 0
-            self._mark(" | ")
-        elif not self._fresh:
+        table = self._tables[-1]
+        first = table.last is None
+        borders = table.cell(attributes)
+        if first and not self._fresh:
             self._break(1)
             self._mark("")
+        for _ in range(borders):
+            self._gap = 0
+            self._mark(" | ")
 
 
-def _start(attributes: dict[str, str | None]) -> int:
-    start = attributes.get("start") or ""
-    return int(start) if re.fullmatch("[0-9]{1,9}", start) else 1
+def _number(value: str | None) -> int | None:
+    """Return the whole number in an attribute's value; None if there is none."""
+    found = re.match(r"\s*([+-]?[0-9]{1,9})(?![0-9])", value or "")
+    return None if found is None else int(found[1])
+
+
+_ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix"}
+_ROMAN |= {5: "v", 4: "iv", 1: "i"}
+
+
+def ordinal(number: int, style: str) -> str:
+    """Return a number of a list in a style of HTML: 1, a, A, i or I. Other styles, and numbers that a style lacks, are
+    decimal."""
+    letters = ""
+    if style in ("a", "A"):
+        while number > 0:
+            number, letter = divmod(number - 1, 26)
+            letters = chr(ord("a") + letter) + letters
+    elif style in ("i", "I") and 0 < number < 4000:
+        for value, numeral in _ROMAN.items():
+            letters += numeral * (number // value)
+            number %= value
+    return (letters.upper() if style.isupper() else letters) or str(number)
 
 
 def tidied(text: str) -> str:
-    """Return a text without control characters and without white space at the ends of lines. Of several blank lines in
-    a row one is kept."""
-    text = re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]", "", text.replace("\r\n", "\n").replace("\r", "\n"))
+    """Return a text with newlines as its only line ends, and without other control characters and white space at the
+    ends of lines. Of several blank lines in a row one is kept."""
+    text = re.sub("\r\n?|[\v\f\x1c-\x1e\x85]", "\n", text)
+    text = re.sub("[\0-\x08\x0e-\x1f\x7f-\x9f\ufffe\uffff]", "", text)
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub("\n{3,}", "\n\n", lines).strip("\n")
 

@@ -80,6 +80,19 @@ def test_pages_begin_where_the_file_begins_them(tmp_path: Path) -> None:
         ("<nav>most of the text</nav>less", "most of the text\nless"),
         ("<nav>Home<p>a nav that never ends", "Home\n\na nav that never ends"),
         ("<nav><nav>x</nav>y</nav>text", "text"),
+        ("<ol><li value=5>a<li>b</ol><ol start=-1><li>c<li>d</ol>", "5. a\n6. b\n\n-1. c\n0. d"),
+        ("<ol reversed start=10><li>a<li>b</ol><ol reversed><li>c</ol>", "10. a\n9. b\n\n- c"),
+        (
+            "<ol type=i start=4><li>a<li value=9>b</ol><ol type=A start=26><li>c<li>d</ol>",
+            "iv. a\nix. b\n\nZ. c\nAA. d",
+        ),
+        ("<table><tr><td rowspan=2>A<td>1<tr><td>2<tr><td>B<td>3</table>", "A | 1\n | 2\nB | 3"),
+        ("<table><tr><td>1<td rowspan=2>A<tr><td>2<tr><td>3<td>B</table>", "1 | A\n2\n3 | B"),
+        ("<table><tr><td colspan=2>all<td>5<tr><td>1<td>2<td>3</table>", "all |  | 5\n1 | 2 | 3"),
+        ("<table><tr><td rowspan=2 colspan=2>A<td>1<tr><td>2<nav><tr><td>x</nav></table>", "A |  | 1\n |  | 2"),
+        ("<ul><li><input type=checkbox checked>a<li><input type=checkbox> b</ul><input>", "- [x] a\n- [ ] b"),
+        ("now <s>90</s> <del><p>85</p></del><s></s>80", "now ~~90~~ ~~85~~\n\n80"),
+        ("one\vtwo&#x85;three", "one\ntwo…three"),
     ],
 )
 def test_a_page_is_rendered_without_loss(body: str, text: str) -> None:
