@@ -21,6 +21,9 @@ from html.parser import HTMLParser
 from importlib import import_module
 from typing import Any, BinaryIO
 
+from sparsekv.formats.documents.docx_parts import numbers_shown, prepared
+from sparsekv.formats.documents.list_numbers import in_letters, in_roman
+
 REQUEST, REPLY = struct.Struct(">BIQ"), struct.Struct(">BQ")
 TEXT, DAMAGED, LOCKED, SLOW, LARGE, LONG = range(6)
 """Statuses: the text follows; or the file is damaged, is encrypted, takes too much time or too much memory, or has too
@@ -83,15 +86,16 @@ def docx_text(data: bytes) -> str:
                 raise LongError
             if b"<!DOCTYPE" in parts.read(part).replace(b"\0", b""):
                 raise ValueError("a DOCX file has no document types, with which entities could be declared")
+        file = prepared(parts)
     pictures = mammoth.images.img_element(lambda image: {})
     page = mammoth.convert_to_html(
-        io.BytesIO(data),
+        file,
         style_map="p[style-name='Title'] => h1:fresh",
         include_embedded_style_map=False,  # the file's own style map could leave out text
         convert_image=pictures,
         external_file_access=False,
     )
-    return tidied(html_text(page.value))
+    return tidied(numbers_shown(html_text(page.value)))
 
 
 def html_text(page: str, *, navigation: bool = False) -> str:
@@ -382,23 +386,12 @@ def _number(value: str | None) -> int | None:
     return None if found is None else int(found[1])
 
 
-_ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix"}
-_ROMAN |= {5: "v", 4: "iv", 1: "i"}
-
-
 def ordinal(number: int, style: str) -> str:
     """Return a number of a list in a style of HTML: 1, a, A, i or I. Other styles, and numbers that a style lacks, are
     decimal."""
-    letters = ""
-    if style in ("a", "A"):
-        while number > 0:
-            number, letter = divmod(number - 1, 26)
-            letters = chr(ord("a") + letter) + letters
-    elif style in ("i", "I") and 0 < number < 4000:
-        for value, numeral in _ROMAN.items():
-            letters += numeral * (number // value)
-            number %= value
-    return (letters.upper() if style.isupper() else letters) or str(number)
+    forms = {"a": in_letters, "i": in_roman}
+    text = forms.get(style.lower(), str)(number) or str(number)
+    return text.upper() if style.isupper() else text
 
 
 def tidied(text: str) -> str:

@@ -117,6 +117,87 @@ def test_words_of_a_page_stay_in_order() -> None:
         assert [word for word in tidied(html_text(body)).split() if word.startswith("w")] == words
 
 
+WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+
+
+def _list(number: int, *levels: tuple[int, str, str, str]) -> str:
+    """A list of numbering.xml, from the first number, format, text and further properties of each level."""
+    made = "".join(
+        f'<w:lvl w:ilvl="{level}"><w:start w:val="{start}"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
+        "</w:lvl>"
+        for level, (start, form, text, more) in enumerate(levels)
+    )
+    return f'<w:abstractNum w:abstractNumId="{number}">{made}</w:abstractNum>'
+
+
+CLAUSES = (3, "decimal", "Clause %1:", ""), (1, "lowerLetter", "(%2)", "")
+HEADINGS = (
+    (1, "upperRoman", "%1.", '<w:pStyle w:val="H1"/>'),
+    (1, "decimal", "%1.%2", '<w:isLgl/><w:pStyle w:val="H2"/>'),
+)
+NUMBERING = (
+    f"<w:numbering {WORD}>"
+    + _list(0, *CLAUSES, (1, "upperRoman", "%1.%2.%3", '<w:lvlRestart w:val="1"/>'))
+    + _list(1, *HEADINGS)
+    + _list(2, (1, "bullet", "o", ""), (1, "none", "", ""))
+    + "".join(f'<w:num w:numId="{one + 1}"><w:abstractNumId w:val="{one}"/></w:num>' for one in range(3))
+    + '<w:num w:numId="9"><w:abstractNumId w:val="0"/><w:lvlOverride w:ilvl="0"><w:startOverride w:val="9"/>'
+    + "</w:lvlOverride></w:num></w:numbering>"
+)
+STYLES = f"""<w:styles {WORD}><w:style w:type="paragraph" w:styleId="H1"><w:name w:val="heading 1"/><w:pPr>
+<w:numPr><w:numId w:val="2"/></w:numPr></w:pPr></w:style><w:style w:type="paragraph" w:styleId="H2">
+<w:name w:val="heading 2"/><w:basedOn w:val="H1"/><w:pPr><w:numPr><w:ilvl w:val="1"/></w:numPr></w:pPr></w:style>
+</w:styles>"""
+
+
+def _item(text: str, level: int = 0, instance: int = 1, mark: str = "") -> str:
+    numbered = f'<w:numPr><w:ilvl w:val="{level}"/><w:numId w:val="{instance}"/></w:numPr><w:rPr>{mark}</w:rPr>'
+    return paragraph(text).replace("<w:p>", f"<w:p><w:pPr>{numbered}</w:pPr>")
+
+
+def _styled(text: str, style: str, more: str = "") -> str:
+    return paragraph(text).replace("<w:p>", f'<w:p><w:pPr><w:pStyle w:val="{style}"/>{more}</w:pPr>')
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (_item("a") + _item("b") + paragraph("c") + _item("d"), "Clause 3: a\nClause 4: b\n\nc\n\nClause 5: d"),
+        (
+            _item("a") + _item("b", 1) + _item("c", 1) + _item("d") + _item("e", 1),
+            "Clause 3: a\n  (a) b\n  (b) c\nClause 4: d\n  (a) e",
+        ),
+        (
+            _item("a") + _item("b", 1) + _item("c", 2) + _item("d", 1) + _item("e", 2) + _item("f") + _item("g", 1),
+            "Clause 3: a\n  (a) b\n    3.a.I c\n  (b) d\n    3.b.II e\nClause 4: f\n  (a) g",
+        ),
+        (_item("a", 0, 3) + _item("b", 1, 3) + _item("c"), "- a\n  b\n\nClause 3: c"),
+        (_item("a") + _item("b", instance=9) + _item("c", instance=9), "Clause 3: a\nClause 9: b\nClause 10: c"),
+        (_item("", mark="<w:del/>") + _item("b"), "Clause 3: b"),
+        (_styled("a", "H1") + _styled("b", "H2") + _styled("c", "H1"), "# I. a\n\n## 1.1 b\n\n# II. c"),
+        (_styled("a", "H1", '<w:numPr><w:numId w:val="0"/></w:numPr>'), "# a"),
+    ],
+)
+def test_paragraphs_have_the_numbers_that_a_reader_sees(body: str, text: str) -> None:
+    data = docx(body, {"word/numbering.xml": NUMBERING.encode(), "word/styles.xml": STYLES.encode()})
+    assert extractors.docx_text(data) == text
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ('<w:fldSimple w:instr="REF &gt;"><w:r><w:t>table 12</w:t></w:r></w:fldSimple>', "table 12"),
+        (
+            "<w:r><w:ruby><w:rt><w:r><w:t>x</w:t></w:r></w:rt><w:rubyBase><w:r><w:t>a</w:t></w:r></w:rubyBase></w:ruby></w:r>",
+            "a",
+        ),
+        ("<w:bdo><w:r><w:t>a</w:t></w:r></w:bdo><w:dir><w:r><w:cr/><w:t>b</w:t></w:r></w:dir>", "a\nb"),
+    ],
+)
+def test_text_in_fields_and_in_other_directions_is_text(body: str, text: str) -> None:
+    assert extractors.docx_text(docx(f"<w:p>{body}</w:p>")) == text
+
+
 @pytest.mark.parametrize(
     ("kind", "data", "reason"),
     [
