@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.command import Outcome, fails, run_here, start
-from support.odd_documents import GERMAN, valid
+from support.odd_documents import GERMAN, pdf, shown, valid
 from support.sealing import reseal
 from torch.testing import assert_close
 
@@ -328,6 +328,17 @@ def test_documents_of_other_kinds_and_encodings_are_read(project: Path) -> None:
     alone = Artifact(Path("project/b.skv"))
     page = alone.manifest.prompt.pages[1]
     assert str(tokenizer.decode(alone.input_ids()[page:])).startswith("[Page 2]\n")
+
+
+def test_pages_without_text_are_named(project: Path) -> None:
+    """As a person who reads the pages would miss their text. A page whose text is its line alone is one of them."""
+    pages = [shown("One. " * 20) if page in (1, 4) else b"" for page in range(1, 10)]
+    (project / "b.pdf").write_bytes(pdf(*pages))
+    (project / "c.pdf").write_bytes(pdf(shown("[Page 2]"), shown("Two.")))
+    told = "pages without text, as scanned pages are: 7 of 9 in"
+    assert f"{told} b.pdf (2, 3, 5, 6, 7, ...)\n" in _build("project").stderr
+    assert f"{told} project/b.pdf (2, 3, 5, 6, 7, ...)\n" in _build("project/b.pdf").stderr
+    assert told not in _build("project/b.pdf", "-q").stderr
 
 
 def test_encodings_in_a_folder_are_explained_only_where_folders_are_read(project: Path) -> None:
