@@ -102,8 +102,9 @@ def html_text(page: str, *, navigation: bool = False) -> str:
     """Return the text of an HTML page: headings with #, lists with - or numbers, cells of tables with | between them.
 
     A cell that spans several columns or rows is followed by empty cells in its place. Checked boxes are [x] and others
-    [ ], and struck text is between two ~~. Scripts and styles are left out, and pictures except for their alternative
-    text. Navigation is left out unless it is more than half of the text.
+    [ ], and struck text is between two ~~. In MathML, fractions have a / between their parts, and _ or ^ is before an
+    index or exponent. Scripts and styles are left out, and pictures except for their alternative text. Navigation is
+    left out unless it is more than half of the text.
 
     Args:
         navigation: whether to keep navigation in any case.
@@ -155,8 +156,21 @@ _BLOCKS = frozenset(
 )
 _PARAGRAPHS = frozenset({"p", "pre", "table", "title", "hr", "blockquote", "dl", "figure"})
 _HEADINGS = {f"h{level}": f"{'#' * level} " for level in range(1, 7)}
-_DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
+_DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav", "annotation", "annotation-xml"})
 _STRUCK = frozenset({"s", "del", "strike"})
+_BETWEEN = {
+    "mfrac": ("/",),
+    "msub": ("_",),
+    "munder": ("_",),
+    "msup": ("^",),
+    "mover": ("^",),
+    "msubsup": ("_", "^"),
+    "munderover": ("_", "^"),
+    "mroot": (" root ",),
+}
+"""Texts between the children of an element of MathML."""
+_TOKENS = frozenset({"mi", "mn", "mo", "ms", "mtext"})
+"""Elements of MathML that need no parentheses around them."""
 _MOST_COLUMNS = 1000
 """Maximum number of columns and of rows that a cell spans, as in browsers for columns."""
 
@@ -181,6 +195,15 @@ class _List:
     def label(self) -> str:
         """The next number as the page shows it."""
         return ordinal(self.number, self.style)
+
+
+@dataclass
+class _MathElement:
+    """An open element of MathML, the text at its end, and the number of its children so far."""
+
+    tag: str
+    after: str = ""
+    children: int = 0
 
 
 @dataclass
@@ -239,6 +262,7 @@ class _Renderer(HTMLParser):
         self._preformatted = 0
         self._lists: list[_List | None] = []  # the open lists; None: without numbers
         self._tables: list[_Table] = []  # the open tables
+        self._math: list[_MathElement] = []  # the open elements of MathML
         self._inside: tuple[str, int, Any] | None = None  # the element left out: tag, depth, earlier state
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -249,6 +273,8 @@ class _Renderer(HTMLParser):
             tables = [table.copy() for table in self._tables]
             state = self._gap, self._space, self._fresh, self._preformatted, [*self._lists], tables
             self._inside = tag, 1, (len(self.pieces), state)
+        elif tag == "math" or self._math:
+            self._enter_math(tag)
         if tag == "br":
             self._gap = self._gap if self._fresh else min(self._gap + 1, 2)
         elif tag in _HEADINGS:
@@ -277,6 +303,30 @@ class _Renderer(HTMLParser):
         else:
             self._enter(tag)
 
+    def _enter_math(self, tag: str) -> None:
+        if tag in _BLOCKS or tag in _PARAGRAPHS or tag in _HEADINGS or tag in ("li", "tr", "td", "th"):
+            self._math = []  # the formula has no end
+            return
+        above = self._math[-1] if self._math else _MathElement("")
+        between = _BETWEEN.get(above.tag, ())
+        before = between[above.children - 1] if 0 < above.children <= len(between) else ""
+        above.children += 1
+        grouped = bool(between) and tag not in _TOKENS
+        before += "(" * grouped + "sqrt(" * (tag == "msqrt")
+        self._math.append(_MathElement(tag, ")" * (grouped + (tag == "msqrt"))))
+        if before:
+            self._flush()
+            self.pieces.append(before)
+
+    def _leave_math(self, tag: str) -> None:
+        if all(tag != one.tag for one in self._math):
+            return
+        left = ""
+        while left != tag:
+            element = self._math.pop()
+            self.pieces.append(element.after)
+            left = element.tag
+
     def _enter(self, tag: str) -> None:
         if tag in _PARAGRAPHS or tag in _BLOCKS or tag == "tr":
             self._break(2 if tag in _PARAGRAPHS else 1)
@@ -289,6 +339,8 @@ class _Renderer(HTMLParser):
             self._preformatted += 1
 
     def handle_endtag(self, tag: str) -> None:
+        if self._inside is None and self._math:
+            self._leave_math(tag)
         if tag in _HEADINGS or tag in _PARAGRAPHS or tag in ("ul", "ol", "menu"):
             self._fresh = False
             nested = tag in ("ul", "ol", "menu") and len(self._lists) > 1
@@ -329,7 +381,7 @@ class _Renderer(HTMLParser):
             return
         words = _WORD.findall(data)
         if not words:
-            self._space = self._space or bool(data)
+            self._space = self._space or (bool(data) and not self._math)
             return
         self._space = self._space or data[0] in _SPACES
         self._flush()
