@@ -20,7 +20,8 @@ _WORD = (
     "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
     "http://purl.oclc.org/ooxml/wordprocessingml/main",
 )
-_RENAMED = {"cr": b"br", "ptab": b"tab"} | dict.fromkeys(("fldSimple", "ruby", "rubyBase", "dir", "bdo"), b"smartTag")
+_RENAMED = {"cr": b"br", "ptab": b"tab", "dstrike": b"strike"}
+_RENAMED |= dict.fromkeys(("fldSimple", "ruby", "rubyBase", "dir", "bdo"), b"smartTag")
 """Elements that mammoth ignores, and elements of the same meaning that it reads."""
 _IGNORED = re.compile(rf"(</?\w+:)({'|'.join(_RENAMED)})(?=[\s/>])".encode())
 
@@ -76,6 +77,8 @@ class _Paragraphs:
         self._waiting = ""
         self._hidden = 0  # open elements whose paragraphs mammoth does not read
         self._properties: dict[str, str] = {}
+        self._joined = False  # the open paragraph is joined to the next one
+        self._begin: int | None = None  # offset of the text of the first paragraph that is joined to the open one
 
     def runs(self, document: bytes) -> list[tuple[int, str]]:
         """Return (offset in bytes, run with the number) of each numbered paragraph; empty if the text is not UTF-8."""
@@ -103,15 +106,26 @@ class _Paragraphs:
         self._write()
         space, _, local = name.rpartition(" ")
         self._hidden -= local == "Choice"
-        read = not self._hidden and self._properties.keys().isdisjoint(_GONE)
-        if self._open[-2:] == ["p", "pPr"] and read and (label := self._numbers.next(self._properties)) is not None:
-            self._waiting = f'<r xmlns="{space}"><t xml:space="preserve">{BEGIN}{escape(label)}{END}</t></r>'
+        if self._open[-2:] == ["p", "pPr"] and not self._hidden:
+            self._joined = "del" in self._properties
+            gone = not self._properties.keys().isdisjoint(_GONE)
+            label = None if gone else self._numbers.next(self._properties)
+            if label is not None:
+                self._waiting = f'<r xmlns="{space}"><t xml:space="preserve">{BEGIN}{escape(label)}{END}</t></r>'
+        elif self._open[-1] == "p":
+            self._begin = self._begin if self._joined else None
+            self._joined = False
         self._open.pop()
 
     def _write(self) -> None:
-        """Put the waiting run before the element that begins or ends here."""
+        """Put the waiting run before the element that begins or ends here, or where a joined paragraph begins."""
+        place = self._parser.CurrentByteIndex
+        if self._joined and self._begin is None:
+            self._begin = place
         if self._waiting:
-            self._runs.append((self._parser.CurrentByteIndex, self._waiting))
+            last = self._runs[-1][0] if self._runs else 0
+            begin = place if self._begin is None or self._begin < last else self._begin
+            self._runs.append((begin, self._waiting))
             self._waiting = ""
 
 
@@ -187,7 +201,7 @@ class _Numbers:
     def _place(self, properties: Mapping[str, str]) -> tuple[str, int]:
         """Return the id of a paragraph's list instance, and its level. The id is empty for none."""
         instance, level = properties.get("numId"), properties.get("ilvl")
-        style, seen = properties.get("pStyle"), set[str]()
+        style, seen = properties.get("pStyle", ""), set[str]()
         while style in self._styles and style not in seen and (instance is None or level is None):
             seen.add(style)
             found = self._styles[style]

@@ -183,6 +183,8 @@ def _styled(text: str, style: str, more: str = "") -> str:
         (_item("a", 0, 3) + _item("b", 1, 3) + _item("c"), "- a\n  b\n\nClause 3: c"),
         (_item("a") + _item("b", instance=9) + _item("c", instance=9), "Clause 3: a\nClause 9: b\nClause 10: c"),
         (_item("", mark="<w:del/>") + _item("b"), "Clause 3: b"),
+        (_item("a ", mark="<w:del/>") + _item("b") + _item("c"), "Clause 3: a b\nClause 4: c"),
+        (_item("a ", mark="<w:del/>") + paragraph("b") + _item("c"), "a b\n\nClause 3: c"),
         (_styled("a", "H1") + _styled("b", "H2") + _styled("c", "H1"), "# I. a\n\n## 1.1 b\n\n# II. c"),
         (_styled("a", "H1", '<w:numPr><w:numId w:val="0"/></w:numPr>'), "# a"),
     ],
@@ -200,6 +202,7 @@ def test_paragraphs_have_the_numbers_that_a_reader_sees(body: str, text: str) ->
             "<w:r><w:ruby><w:rt><w:r><w:t>x</w:t></w:r></w:rt><w:rubyBase><w:r><w:t>a</w:t></w:r></w:rubyBase></w:ruby></w:r>",
             "a",
         ),
+        ("<w:r><w:rPr><w:dstrike/></w:rPr><w:t>a</w:t></w:r>", "~~a~~"),
         ("<w:bdo><w:r><w:t>a</w:t></w:r></w:bdo><w:dir><w:r><w:cr/><w:t>b</w:t></w:r></w:dir>", "a\nb"),
     ],
 )
