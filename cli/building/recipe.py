@@ -383,8 +383,8 @@ class BuildRecipe:
         template = f"; with the chat template {tokens:,}" if prompt.template else ""
         holds = "" if positions is None else f" of {positions:,} that the model holds"
         note(f"{files}, {tokens - prompt.template:,} tokens{template}{holds}{left_out}", quiet=self.quiet)
-        if detected := sources.told_detected():
-            note(detected, quiet=self.quiet)
+        for told in filter(None, (sources.told_unmatched(), sources.told_detected())):
+            note(told, quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
         """Return the head of the existing index (the template's text before the document) if a build must keep it.

@@ -71,9 +71,14 @@ class Choice:
 
     def __post_init__(self) -> None:
         check_encoding(self.encoding)
-        for option, patterns in (("--include", self.include), ("--exclude", self.exclude)):
-            for pattern in patterns:
-                _spec([pattern], f"{option} {pattern}")
+        self.specs()
+
+    def specs(self) -> dict[str, GitIgnoreSpec]:
+        """Return each pattern as the user wrote it with its option, except patterns that admit what others match."""
+        options = ("--include", self.include), ("--exclude", self.exclude)
+        named = {f"{option} {pattern}": pattern for option, patterns in options for pattern in patterns}
+        specs = {name: _spec([pattern], name) for name, pattern in named.items()}
+        return {name: spec for name, spec in specs.items() if not named[name].startswith("!")}
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,14 @@ class SourceTexts:
     """A document of several files: the files in the document's order, and the files that were left out.
 
     `left_out` has the paths of the left-out files for each reason, and `detected` has, for each detected encoding, the
-    paths of the files that were read in it.
+    paths of the files that were read in it. `unmatched` has the patterns of a `Choice` that match no file and no
+    folder.
     """
 
     files: tuple[SourceText, ...]
     left_out: dict[str, list[str]] = field(default_factory=dict)
     detected: dict[str, list[str]] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -138,6 +145,11 @@ class SourceTexts:
         """Return a line about the encodings that were detected; empty if there are none."""
         parts = (f"{len(paths):,} as {name}{_some(paths)}" for name, paths in sorted(self.detected.items()))
         return f"encodings detected: {', '.join(parts)}" if self.detected else ""
+
+    def told_unmatched(self) -> str:
+        """Return a line about the patterns that match nothing; empty if there are none."""
+        told = f"nothing matches {' and '.join(self.unmatched)}; patterns are relative to the folder that is named"
+        return told if self.unmatched else ""
 
     def told_gone(self, before: Mapping[str, str]) -> str:
         """Return the first paths of an earlier version that have no text in this one, with reasons; empty if there are
@@ -250,6 +262,7 @@ class _Reader:
         self._extractor = extractor
         self._include = _spec(choice.include, "") if choice.include else None
         self._exclude = _spec(choice.exclude, "")
+        self._unmatched = choice.specs()
         # Keys are absolute paths.
         self._texts: dict[str, SourceText] = {}
         self._left_out: dict[str, str] = {}
@@ -279,7 +292,8 @@ class _Reader:
             else:
                 left_out[path] = ODD_NAME
         files.sort(key=lambda file: file.path.split("/"))
-        texts = SourceTexts(tuple(files), _by_value(left_out, inside), _by_value(self._detected, inside))
+        found = _by_value(left_out, inside), _by_value(self._detected, inside)
+        texts = SourceTexts(tuple(files), *found, tuple(self._unmatched))
         if not files:
             why = texts.told()
             raise UsageError(
@@ -343,6 +357,7 @@ class _Reader:
             path = f"{prefix}{entry.name}"
             whole = os.path.join(place.folder, path)
             folder = entry.is_dir(follow_symlinks=False)
+            self._match(f"{path}/" if folder else path)
             if reason := self._reason(entry, path, place, rules, folder=folder):
                 self._leave_out(reason, whole)
             elif not folder:
@@ -353,6 +368,11 @@ class _Reader:
                 with self._opened(descriptor, entry.name, whole) as below:
                     if below is not None:
                         self._walk(below, place, f"{path}/", rules, depth + 1)
+
+    def _match(self, path: str) -> None:
+        """Remove the patterns that match a path from those that match nothing. A folder's path ends with a /."""
+        for name in [name for name, spec in self._unmatched.items() if spec.match_file(path)]:
+            del self._unmatched[name]
 
     def _listed(self, descriptor: int, place: "_Place") -> list[os.DirEntry[str]]:
         entries = []

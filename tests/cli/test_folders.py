@@ -330,6 +330,12 @@ def test_documents_of_other_kinds_and_encodings_are_read(project: Path) -> None:
     assert str(tokenizer.decode(alone.input_ids()[page:])).startswith("[Page 2]\n")
 
 
+def test_a_pattern_that_leaves_nothing_out_is_told(project: Path) -> None:
+    told = "nothing matches --exclude project/z.txt; patterns are relative to the folder that is named\n"
+    assert told in _build("project", "--exclude", "project/z.txt").stderr
+    assert told not in _build("project", "--exclude", "z.txt").stderr
+
+
 def test_pages_without_text_are_named(project: Path) -> None:
     """As a person who reads the pages would miss their text. A page whose text is its line alone is one of them."""
     pages = [shown("One. " * 20) if page in (1, 4) else b"" for page in range(1, 10)]

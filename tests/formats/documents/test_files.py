@@ -283,6 +283,21 @@ def test_include_and_exclude_are_patterns_as_in_a_gitignore(tmp_path: Path) -> N
         read_folder(tmp_path, Choice(include=("*.rst",)))
 
 
+def test_patterns_that_match_nothing_are_named(tmp_path: Path) -> None:
+    """They may have been meant for files that are read now, or left out. Patterns of ignored and hidden files match."""
+    tree = dict.fromkeys(["a.md", "z.txt", "sub/secret.txt", ".git/a", "build/b.md"], "text") | {".gitignore": "build/"}
+    write_tree(tmp_path / "docs", tree)
+    for exclude, unmatched in (
+        ("docs/sub/", ["--exclude docs/sub/"]),
+        ("secret.md", ["--exclude secret.md"]),
+        *((pattern, []) for pattern in ("sub/", "sub", "*.txt", "build/", ".git", "!none.md")),
+    ):
+        found = read_folder(tmp_path / "docs", Choice(("*.md", "*.txt", "*.rst"), (exclude,)))
+        assert list(found.unmatched) == ["--include *.rst", *unmatched]
+        assert found.told_unmatched().startswith(f"nothing matches {' and '.join(found.unmatched)}; ")
+    assert read_folder(tmp_path, Choice(exclude=("docs/sub/",))).told_unmatched() == ""
+
+
 def test_a_gitignore_that_would_take_for_ever_is_told_of(tmp_path: Path) -> None:
     write_tree(tmp_path, {"a" * 200: "a", ".gitignore": f"{'*a' * 30}b\nb.txt\n", "b.txt": "b"})
     sources = read_folder(tmp_path, Choice())
