@@ -198,7 +198,8 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
 
     Raises:
         UsageError: a named file does not exist or has text that cannot be read, a glob matches no file, a name is `-`,
-            a folder cannot be read, or the document has no text, too much text or too many files.
+            a folder cannot be read or has no file to read, or the document has no text, too much text or too many
+            files.
     """
     with extracted.Extractor() as extractor:
         reader = _Reader(choice, extractor)
@@ -210,6 +211,8 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
                 )
             if os.path.isdir(name):
                 reader.walk(Path(name))
+                if reader.chosen == before:
+                    raise UsageError(f"{name} has no file to index; leave it out, or change --include and --exclude")
             elif not is_glob(name):
                 reader.read_named(name)
             else:

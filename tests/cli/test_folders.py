@@ -420,6 +420,7 @@ def test_a_table_that_cannot_be_is_refused(indexed: Path, change: Callable[[dict
         (("doc.txt", "model/config.json", "--as-one", "-o", "x.skv", "--exclude", "*.txt"), ("--exclude *.txt",)),
         (("--from-file", "list", "--include", "*.md"), ("--include *.md", "no folder is given")),
         (("--from-file", "list", "--order", "stable"), ("--order stable", "name a folder, or give --as-one")),
+        (("doc.txt", "empty", "--as-one", "-o", "x.skv"), ("empty has no file to index",)),
         (("doc.txt", "odd.bin", "--as-one", "-o", "x.skv"), ("odd.bin is not text", "leave it out")),
         (("doc.txt", "odd.pdf", "--as-one", "-o", "x.skv"), ("odd.pdf is damaged", "leave it out")),
     ],
