@@ -345,6 +345,8 @@ def test_pages_without_text_are_named(project: Path) -> None:
     assert f"{told} b.pdf (2, 3, 5, 6, 7, ...)\n" in _build("project").stderr
     assert f"{told} project/b.pdf (2, 3, 5, 6, 7, ...)\n" in _build("project/b.pdf").stderr
     assert told not in _build("project/b.pdf", "-q").stderr
+    added = run_here("append", "--index", "project.skv", "project/b.pdf", "--rebuild", "--model", "model")
+    assert f"{told} project/b.pdf (2, 3, 5, 6, 7, ...)\n" in added.stderr
 
 
 def test_encodings_in_a_folder_are_explained_only_where_folders_are_read(project: Path) -> None:
