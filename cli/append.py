@@ -22,8 +22,9 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.idle import refuse_idle_encoding
 from sparsekv.cli.configuring.sources import Command
-from sparsekv.formats.documents.document import UTF_8, read_document
+from sparsekv.formats.documents.document import UTF_8, open_document
 from sparsekv.formats.documents.document_hints import tune_hint
+from sparsekv.formats.documents.extracted import told_blank_pages
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AdditionRecord
@@ -84,7 +85,9 @@ def append(
     refuse_other_dtype(artifact.manifest, dtype)
     if not rebuild:
         _refuse_fixed_methods(artifact, online_methods(artifact.manifest))
-    text = read_document(document, encoding)
+    with open_document(document, whole=True, encoding=encoding) as opened:
+        text = opened.whole()
+        blank = told_blank_pages([(document, text, opened.pages)])
     loaded = load_for(artifact, model, device, dtype, quiet=quiet, weights=weights).loaded
     prompt = artifact.manifest.prompt
     addition = encode_addition(loaded.tokenizer, text, prompt.chat, prompt.border, special_tokens=special_tokens)
@@ -94,6 +97,8 @@ def append(
         note(f"{artifact.folder} holds this text already ({_named(there)}); --again adds it once more", quiet=quiet)
         clear_finished(artifact.folder)
         return say(str(artifact.folder))
+    if blank:
+        note(blank, quiet=quiet)
     note_plain("the added text", addition.plain, quiet=quiet)
     plan = growing_plan(artifact, loaded, addition, chunk_size=chunk_size)
     note(f"adding {len(addition.input_ids):,} tokens to {artifact.manifest.split.tokens:,}", quiet=quiet)

@@ -1,6 +1,7 @@
 """`sparsekv build-index`: prefill a document once and build sparse-attention indices over its keys and values."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from sparsekv.cli.configuring.idle import refuse_idle_encoding
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
+from sparsekv.formats.documents.files import is_glob
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import AUTO, FILE_ORDERS, file_order_named, kv_dtype_named, weights_named
 from sparsekv.indexing.indexers.interface import choose_indexers, indexers
@@ -214,19 +216,22 @@ class BuildOptions:
             order=file_order_named(self.order),
         )
 
-    def check_files(self) -> None:
-        """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order if no document is a folder.
+    def check_files(self, names: Collection[str]) -> None:
+        """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order without effect.
 
-        Also raise the errors of `refuse_idle_encoding`. With --as-one or --from-file these three options are allowed,
-        because files are joined or listed names may be folders.
+        --include and --exclude need a folder or a pattern among the documents. --order needs one too, or --as-one. Also
+        raise the errors of `refuse_idle_encoding`.
+
+        Args:
+            names: the files, folders and patterns that the user named.
         """
-        folders = self.as_one or self.from_file is not None or any(map(os.path.isdir, self.documents or ()))
+        folders = any(os.path.isdir(name) or (self.as_one and is_glob(name)) for name in names)
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
             if given and not folders:
                 raise UsageError(
                     f"{option} {given[0]}: this option selects files in a folder, and no folder is given; name a folder"
                 )
-        if self.order is not None and not folders:
+        if self.order is not None and not (folders or self.as_one):
             raise UsageError(
                 f"--order {self.order}: this option orders the files of one index, and each document here is one "
                 "file; name a folder, or give --as-one"
@@ -289,12 +294,12 @@ def build_index(options: BuildOptions) -> None:
     from sparsekv.cli.building.several import index_by_ray, index_here, index_several
     from sparsekv.cli.building.watch import build_and_watch, refuse_unwatchable
 
-    options.check_files()
     refuse_little_room()
     check_ray(options.ray, options.workers)
     ranks = join_ranks(options.device)
     index = index_among(documents, ranks=ranks is not None)
     targets = choose_targets(documents, options.from_file, options.output, as_one=options.as_one)
+    options.check_files([name for target in targets for name in target.joined or (target.document,)])
     several = len(targets) > 1 or (options.from_file is not None and not options.as_one)
     if options.watch:
         options.refuse_with_watch(index, ranks=ranks is not None)

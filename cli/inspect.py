@@ -122,9 +122,8 @@ def inspect(
             note(f"the first tokens of {pages:,} pages are in order, within their text", quiet=quiet)
     more = as_json or any(one is not None for one in (method, layer, clusters, by, html, plot))
     if model is not None and not more and on_command_line(ctx, "model"):
-        raise UsageError(
-            f"--model {model} has no effect on a summary, which shows no text; leave it out, or give --method all"
-        )
+        idle = f"--model {model} has no effect on a summary, which shows no text; --method all shows some"
+        note(idle, quiet=quiet)
     described = _describe(artifact, names, SHOWN if clusters is None else clusters, quiet=quiet) if more else {}
     tokenizer, ids = _tokenizer(artifact, model, quiet=quiet) if more else None, artifact.input_ids().tolist()
     words = [] if tokenizer is None else words_of(tokenizer, ids)

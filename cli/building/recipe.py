@@ -27,6 +27,7 @@ from sparsekv.formats.documents.document import (
     read_bytes,
 )
 from sparsekv.formats.documents.document_hints import tune_hint
+from sparsekv.formats.documents.extracted import told_blank_pages
 from sparsekv.formats.documents.file_order import KnownFile, count_changes, in_order
 from sparsekv.formats.documents.files import NAMED, Choice, SourceTexts, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
@@ -265,12 +266,13 @@ class BuildRecipe:
             prompt = early or self._prompt(model.tokenizer, text, target.folder)
             whole = "" if prompt.cut else text.text if isinstance(text, SourceTexts) else text.whole()
             differs = "" if prompt.cut else departure(model.tokenizer, prompt, whole)
+            blank = told_blank_pages(_paged_texts(target.document, text))
         plan = BuildPlan(model, prompt, self.config, file_history=_of_table(history, prompt))
         if isinstance(text, SourceTexts) and early is None:
             self._tell_files(text, prompt, model.model.config)
         plan.split()  # a document that is too short is refused before notes say what is indexed
-        if differs:
-            note(differs, quiet=self.quiet)
+        for told in filter(None, (differs, blank)):
+            note(told, quiet=self.quiet)
         note_plain("the document", prompt.plain, quiet=self.quiet)
         if prompt.cut:
             note(
@@ -381,8 +383,8 @@ class BuildRecipe:
         template = f"; with the chat template {tokens:,}" if prompt.template else ""
         holds = "" if positions is None else f" of {positions:,} that the model holds"
         note(f"{files}, {tokens - prompt.template:,} tokens{template}{holds}{left_out}", quiet=self.quiet)
-        if detected := sources.told_detected():
-            note(detected, quiet=self.quiet)
+        for told in filter(None, (sources.told_unmatched(), sources.told_detected())):
+            note(told, quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
         """Return the head of the existing index (the template's text before the document) if a build must keep it.
@@ -455,6 +457,13 @@ def cut_told(prompt: FixedPrompt) -> str:
     if behind := prompt.files_behind:
         told.append(f"not in the index: {', '.join(behind[:NAMED])}{', ...' * (len(behind) > NAMED)}")
     return "".join(f"; {part}" for part in told)
+
+
+def _paged_texts(name: str, text: Document | SourceTexts) -> list[tuple[str, str, Sequence[int]]]:
+    """Return path, text and pages of each file of a document whose text has pages. `name` is the document's name."""
+    if isinstance(text, SourceTexts):
+        return [(file.path, file.text, file.pages) for file in text.files if file.pages]
+    return [(name, text.whole(), text.pages)] if text.pages else []
 
 
 def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory | None:

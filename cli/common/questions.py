@@ -124,14 +124,17 @@ def read_question(argument: str | None, file: str | None) -> str:
 
 
 def read_lines(file: str, option: str) -> list[str]:
-    """Return every line of a file or of standard input (`-`), including blank lines. Only a newline ends a line.
+    """Return every line of a file or of standard input (`-`), including blank lines.
 
-    Spaces and tabs around a line are removed.
+    Only a newline ends a line, or a carriage return in a text without newlines. Spaces and tabs around a line are
+    removed.
 
     Raises:
         UsageError: the file cannot be read or is too long, or all its lines are blank.
     """
-    lines = [line.removesuffix("\r").strip(" \t") for line in _read(file, option).removesuffix("\n").split("\n")]
+    text = _read(file, option)
+    text = text if "\n" in text else text.replace("\r", "\n")
+    lines = [line.removesuffix("\r").strip(" \t") for line in text.removesuffix("\n").split("\n")]
     if not any(map(str.strip, lines)):
         raise UsageError(f"{option} {file} holds no question; write one per line")
     return lines

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,6 +31,9 @@ take twice the limit by the clock."""
 _SECONDS_A_MEBIBYTE = {PDF: 20, DOCX: 20, HTML: 2}
 SECONDS_IN_ALL = 600
 """Limit of the time for all files of a document."""
+
+_NAMED = 5
+"""Number of pages without text that a message names for each file."""
 
 INSTALL = "pip install 'sparsekv[documents]'"
 MISSING = f"in need of {INSTALL}"
@@ -55,6 +59,22 @@ class PagedText:
 
     text: str
     pages: tuple[int, ...] = ()
+
+
+def told_blank_pages(texts: Iterable[tuple[str, str, Sequence[int]]]) -> str:
+    """Return a line about the pages without text; empty if there are none.
+
+    Args:
+        texts: name and text of each file, and the index of each page's first character.
+    """
+    parts = []
+    for name, text, pages in texts:
+        edges = pairwise([*pages, len(text)])
+        blank = [page for page, edge in enumerate(edges, 1) if text[slice(*edge)].rstrip() == f"[Page {page}]"]
+        if blank:
+            some = f"{', '.join(map(str, blank[:_NAMED]))}{', ...' * (len(blank) > _NAMED)}"
+            parts.append(f"{len(blank):,} of {len(pages):,} in {name} ({some})")
+    return f"pages without text, as scanned pages are: {', '.join(parts)}" if parts else ""
 
 
 def kind_of(path: str) -> int | None:

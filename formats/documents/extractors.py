@@ -16,9 +16,13 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from importlib import import_module
 from typing import Any, BinaryIO
+
+from sparsekv.formats.documents.docx_parts import numbers_shown, prepared
+from sparsekv.formats.documents.list_numbers import in_letters, in_roman
 
 REQUEST, REPLY = struct.Struct(">BIQ"), struct.Struct(">BQ")
 TEXT, DAMAGED, LOCKED, SLOW, LARGE, LONG = range(6)
@@ -82,22 +86,25 @@ def docx_text(data: bytes) -> str:
                 raise LongError
             if b"<!DOCTYPE" in parts.read(part).replace(b"\0", b""):
                 raise ValueError("a DOCX file has no document types, with which entities could be declared")
+        file = prepared(parts)
     pictures = mammoth.images.img_element(lambda image: {})
     page = mammoth.convert_to_html(
-        io.BytesIO(data),
+        file,
         style_map="p[style-name='Title'] => h1:fresh",
         include_embedded_style_map=False,  # the file's own style map could leave out text
         convert_image=pictures,
         external_file_access=False,
     )
-    return tidied(html_text(page.value))
+    return tidied(numbers_shown(html_text(page.value)))
 
 
 def html_text(page: str, *, navigation: bool = False) -> str:
     """Return the text of an HTML page: headings with #, lists with - or numbers, cells of tables with | between them.
 
-    Scripts and styles are left out, and pictures except for their alternative text. Navigation is left out unless it is
-    more than half of the text.
+    A cell that spans several columns or rows is followed by empty cells in its place. Checked boxes are [x] and others
+    [ ], and struck text is between two ~~. In MathML, fractions have a / between their parts, and _ or ^ is before an
+    index or exponent. Scripts and styles are left out, and pictures except for their alternative text. Navigation is
+    left out unless it is more than half of the text.
 
     Args:
         navigation: whether to keep navigation in any case.
@@ -149,7 +156,90 @@ _BLOCKS = frozenset(
 )
 _PARAGRAPHS = frozenset({"p", "pre", "table", "title", "hr", "blockquote", "dl", "figure"})
 _HEADINGS = {f"h{level}": f"{'#' * level} " for level in range(1, 7)}
-_DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav"})
+_DROPPED = frozenset({"script", "style", "template", "noscript", "svg", "nav", "annotation", "annotation-xml"})
+_STRUCK = frozenset({"s", "del", "strike"})
+_BETWEEN = {
+    "mfrac": ("/",),
+    "msub": ("_",),
+    "munder": ("_",),
+    "msup": ("^",),
+    "mover": ("^",),
+    "msubsup": ("_", "^"),
+    "munderover": ("_", "^"),
+    "mroot": (" root ",),
+}
+"""Texts between the children of an element of MathML."""
+_TOKENS = frozenset({"mi", "mn", "mo", "ms", "mtext"})
+"""Elements of MathML that need no parentheses around them."""
+_MOST_COLUMNS = 1000
+"""Maximum number of columns and of rows that a cell spans, as in browsers for columns."""
+
+
+@dataclass(frozen=True)
+class _List:
+    """The next number of an ordered list, the difference of two numbers, and the style: 1, a, A, i or I."""
+
+    number: int
+    step: int = 1
+    style: str = "1"
+
+    @classmethod
+    def of(cls, attributes: dict[str, str | None]) -> "_List | None":
+        """Return the list of an `ol`; None if its numbers are not known, because it counts down to its last item."""
+        start, down = _number(attributes.get("start")), "reversed" in attributes
+        if start is None and down:
+            return None
+        return cls(1 if start is None else start, -1 if down else 1, attributes.get("type") or "1")
+
+    @property
+    def label(self) -> str:
+        """The next number as the page shows it."""
+        return ordinal(self.number, self.style)
+
+
+@dataclass
+class _MathElement:
+    """An open element of MathML, the text at its end, and the number of its children so far."""
+
+    tag: str
+    after: str = ""
+    children: int = 0
+
+
+@dataclass
+class _Table:
+    """The position in an open table.
+
+    Attributes:
+        column: the first column behind the cells so far in the row.
+        last: the column of the last cell in the row; None for a row without cells.
+        spans: number of further rows that a cell above spans, by column.
+    """
+
+    column: int = 0
+    last: int | None = None
+    spans: dict[int, int] = field(default_factory=dict)
+
+    def row(self) -> None:
+        """Begin a row."""
+        self.spans = {column: rows - (column >= self.column) for column, rows in self.spans.items() if rows}
+        self.column, self.last = 0, None
+
+    def cell(self, attributes: dict[str, str | None]) -> int:
+        """Begin a cell. Returns the number of column borders since the last cell of the row or the row's beginning."""
+        while self.spans.get(self.column):
+            self.spans[self.column] -= 1
+            self.column += 1
+        borders, self.last = self.column - (self.last or 0), self.column
+        columns, rows = (min(_number(attributes.get(name)) or 1, _MOST_COLUMNS) for name in ("colspan", "rowspan"))
+        for column in range(self.column, self.column + columns if rows > 1 else 0):
+            self.spans[column] = rows - 1
+        self.column += max(columns, 1)
+        return borders
+
+    def copy(self) -> "_Table":
+        """Return an independent copy."""
+        return replace(self, spans={**self.spans})
 
 
 class _Renderer(HTMLParser):
@@ -170,8 +260,9 @@ class _Renderer(HTMLParser):
         self._gap, self._space = 0, False
         self._fresh = True  # after a marker of a heading, a list or a cell, where no line breaks
         self._preformatted = 0
-        self._lists: list[int | None] = []  # the next number of each open list; None: without numbers
-        self._cells: list[int] = []  # the number of cells so far in the row of each open table
+        self._lists: list[_List | None] = []  # the open lists; None: without numbers
+        self._tables: list[_Table] = []  # the open tables
+        self._math: list[_MathElement] = []  # the open elements of MathML
         self._inside: tuple[str, int, Any] | None = None  # the element left out: tag, depth, earlier state
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -179,8 +270,11 @@ class _Renderer(HTMLParser):
             if tag == self._inside[0]:
                 self._inside = tag, self._inside[1] + 1, self._inside[2]
         elif tag in self._dropped:
-            state = self._gap, self._space, self._fresh, self._preformatted, [*self._lists], [*self._cells]
+            tables = [table.copy() for table in self._tables]
+            state = self._gap, self._space, self._fresh, self._preformatted, [*self._lists], tables
             self._inside = tag, 1, (len(self.pieces), state)
+        elif tag == "math" or self._math:
+            self._enter_math(tag)
         if tag == "br":
             self._gap = self._gap if self._fresh else min(self._gap + 1, 2)
         elif tag in _HEADINGS:
@@ -188,33 +282,65 @@ class _Renderer(HTMLParser):
             self._mark(_HEADINGS[tag])
         elif tag in ("ul", "ol", "menu"):
             self._break(1 if self._lists else 2)
-            self._lists.append(_start(dict(attrs)) if tag == "ol" else None)
+            self._lists.append(_List.of(dict(attrs)) if tag == "ol" else None)
         elif tag == "li":
             self._break(1)
-            self._mark(self._bullet())
+            self._mark(self._bullet(_number(dict(attrs).get("value"))))
         elif tag in ("td", "th"):
-            self._cell()
+            self._cell(dict(attrs))
         elif tag in ("sup", "sub"):
             self._flush()
             self.pieces.append("^" if tag == "sup" else "_")
             self._space = False
         elif tag == "img":
             self.handle_data(dict(attrs).get("alt") or "")
+        elif tag == "input" and (dict(attrs).get("type") or "").lower() in ("checkbox", "radio"):
+            self.handle_data("[x] " if "checked" in dict(attrs) else "[ ] ")
+        elif tag in _STRUCK:
+            self._flush()
+            self.pieces.append("~~")
+            self._fresh = True
         else:
             self._enter(tag)
+
+    def _enter_math(self, tag: str) -> None:
+        if tag in _BLOCKS or tag in _PARAGRAPHS or tag in _HEADINGS or tag in ("li", "tr", "td", "th"):
+            self._math = []  # the formula has no end
+            return
+        above = self._math[-1] if self._math else _MathElement("")
+        between = _BETWEEN.get(above.tag, ())
+        before = between[above.children - 1] if 0 < above.children <= len(between) else ""
+        above.children += 1
+        grouped = bool(between) and tag not in _TOKENS
+        before += "(" * grouped + "sqrt(" * (tag == "msqrt")
+        self._math.append(_MathElement(tag, ")" * (grouped + (tag == "msqrt"))))
+        if before:
+            self._flush()
+            self.pieces.append(before)
+
+    def _leave_math(self, tag: str) -> None:
+        if all(tag != one.tag for one in self._math):
+            return
+        left = ""
+        while left != tag:
+            element = self._math.pop()
+            self.pieces.append(element.after)
+            left = element.tag
 
     def _enter(self, tag: str) -> None:
         if tag in _PARAGRAPHS or tag in _BLOCKS or tag == "tr":
             self._break(2 if tag in _PARAGRAPHS else 1)
         if tag == "table":
-            self._cells.append(0)
-        elif tag == "tr" and self._cells:
-            self._gap = 1 if self._cells[-1] else self._gap  # no blank line between two rows
-            self._cells[-1] = 0
+            self._tables.append(_Table())
+        elif tag == "tr" and self._tables:
+            self._gap = self._gap if self._tables[-1].last is None else 1  # no blank line between two rows
+            self._tables[-1].row()
         elif tag == "pre":
             self._preformatted += 1
 
     def handle_endtag(self, tag: str) -> None:
+        if self._inside is None and self._math:
+            self._leave_math(tag)
         if tag in _HEADINGS or tag in _PARAGRAPHS or tag in ("ul", "ol", "menu"):
             self._fresh = False
             nested = tag in ("ul", "ol", "menu") and len(self._lists) > 1
@@ -224,10 +350,16 @@ class _Renderer(HTMLParser):
             self._break(1)
         if tag in ("ul", "ol", "menu") and self._lists:
             self._lists.pop()
-        elif tag == "table" and self._cells:
-            self._cells.pop()
+        elif tag == "table" and self._tables:
+            self._tables.pop()
         elif tag == "pre":
             self._preformatted = max(self._preformatted - 1, 0)
+        elif tag in _STRUCK:
+            if self._fresh and self.pieces[-1:] == ["~~"]:
+                self.pieces.pop()
+            else:
+                self.pieces.append("~~")
+            self._fresh = False
         if self._inside is not None and tag == self._inside[0]:
             self._leave(*self._inside)
 
@@ -235,7 +367,7 @@ class _Renderer(HTMLParser):
         if depth > 1:
             self._inside = tag, depth - 1, state
             return
-        start, (self._gap, self._space, self._fresh, self._preformatted, self._lists, self._cells) = state
+        start, (self._gap, self._space, self._fresh, self._preformatted, self._lists, self._tables) = state
         if tag == "nav":
             self.navigation += sum(map(len, self.pieces[start:]))
         del self.pieces[start:]
@@ -249,7 +381,7 @@ class _Renderer(HTMLParser):
             return
         words = _WORD.findall(data)
         if not words:
-            self._space = self._space or bool(data)
+            self._space = self._space or (bool(data) and not self._math)
             return
         self._space = self._space or data[0] in _SPACES
         self._flush()
@@ -274,35 +406,51 @@ class _Renderer(HTMLParser):
         self.pieces.append(marker)
         self._fresh = True
 
-    def _bullet(self) -> str:
-        if not self._lists or self._lists[-1] is None:
-            return f"{'  ' * min(len(self._lists) - 1, 20)}- "
-        number = self._lists[-1]
-        self._lists[-1] = number + 1
-        return f"{'  ' * min(len(self._lists) - 1, 20)}{number}. "
+    def _bullet(self, value: int | None) -> str:
+        """Return the marker of the next item; `value` is the number that the item itself sets."""
+        indent = "  " * min(len(self._lists) - 1, 20)
+        this = self._lists[-1] if self._lists else None
+        if this is None:
+            return f"{indent}- "
+        if value is not None:
+            this = replace(this, number=value)
+        self._lists[-1] = replace(this, number=this.number + this.step)
+        return f"{indent}{this.label}. "
 
-    def _cell(self) -> None:
-        if not self._cells:
+    def _cell(self, attributes: dict[str, str | None]) -> None:
+        if not self._tables:
             self._break(1)
             return
-        self._cells[-1] += 1
-        if self._cells[-1] > 1:
-            self._gap = 0
-            self._mark(" | ")
-        elif not self._fresh:
+        table = self._tables[-1]
+        first = table.last is None
+        borders = table.cell(attributes)
+        if first and not self._fresh:
             self._break(1)
             self._mark("")
+        for _ in range(borders):
+            self._gap = 0
+            self._mark(" | ")
 
 
-def _start(attributes: dict[str, str | None]) -> int:
-    start = attributes.get("start") or ""
-    return int(start) if re.fullmatch("[0-9]{1,9}", start) else 1
+def _number(value: str | None) -> int | None:
+    """Return the whole number in an attribute's value; None if there is none."""
+    found = re.match(r"\s*([+-]?[0-9]{1,9})(?![0-9])", value or "")
+    return None if found is None else int(found[1])
+
+
+def ordinal(number: int, style: str) -> str:
+    """Return a number of a list in a style of HTML: 1, a, A, i or I. Other styles, and numbers that a style lacks, are
+    decimal."""
+    forms = {"a": in_letters, "i": in_roman}
+    text = forms.get(style.lower(), str)(number) or str(number)
+    return text.upper() if style.isupper() else text
 
 
 def tidied(text: str) -> str:
-    """Return a text without control characters and without white space at the ends of lines. Of several blank lines in
-    a row one is kept."""
-    text = re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]", "", text.replace("\r\n", "\n").replace("\r", "\n"))
+    """Return a text with newlines as its only line ends, and without other control characters and white space at the
+    ends of lines. Of several blank lines in a row one is kept."""
+    text = re.sub("\r\n?|[\v\f\x1c-\x1e\x85]", "\n", text)
+    text = re.sub("[\0-\x08\x0e-\x1f\x7f-\x9f\ufffe\uffff]", "", text)
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub("\n{3,}", "\n\n", lines).strip("\n")
 

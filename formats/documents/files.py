@@ -71,9 +71,14 @@ class Choice:
 
     def __post_init__(self) -> None:
         check_encoding(self.encoding)
-        for option, patterns in (("--include", self.include), ("--exclude", self.exclude)):
-            for pattern in patterns:
-                _spec([pattern], f"{option} {pattern}")
+        self.specs()
+
+    def specs(self) -> dict[str, GitIgnoreSpec]:
+        """Return each pattern as the user wrote it with its option, except patterns that admit what others match."""
+        options = ("--include", self.include), ("--exclude", self.exclude)
+        named = {f"{option} {pattern}": pattern for option, patterns in options for pattern in patterns}
+        specs = {name: _spec([pattern], name) for name, pattern in named.items()}
+        return {name: spec for name, spec in specs.items() if not named[name].startswith("!")}
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,14 @@ class SourceTexts:
     """A document of several files: the files in the document's order, and the files that were left out.
 
     `left_out` has the paths of the left-out files for each reason, and `detected` has, for each detected encoding, the
-    paths of the files that were read in it.
+    paths of the files that were read in it. `unmatched` has the patterns of a `Choice` that match no file and no
+    folder.
     """
 
     files: tuple[SourceText, ...]
     left_out: dict[str, list[str]] = field(default_factory=dict)
     detected: dict[str, list[str]] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -138,6 +145,11 @@ class SourceTexts:
         """Return a line about the encodings that were detected; empty if there are none."""
         parts = (f"{len(paths):,} as {name}{_some(paths)}" for name, paths in sorted(self.detected.items()))
         return f"encodings detected: {', '.join(parts)}" if self.detected else ""
+
+    def told_unmatched(self) -> str:
+        """Return a line about the patterns that match nothing; empty if there are none."""
+        told = f"nothing matches {' and '.join(self.unmatched)}; patterns are relative to the folder that is named"
+        return told if self.unmatched else ""
 
     def told_gone(self, before: Mapping[str, str]) -> str:
         """Return the first paths of an earlier version that have no text in this one, with reasons; empty if there are
@@ -185,8 +197,9 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
     all files. A file that is named itself is read even if it is hidden, ignored, excluded or not included.
 
     Raises:
-        UsageError: a named file does not exist, a glob matches no file, a name is `-`, a folder cannot be read, or the
-            document has no text, too much text or too many files.
+        UsageError: a named file does not exist or has text that cannot be read, a glob matches no file, a name is `-`,
+            a folder cannot be read or has no file to read, or the document has no text, too much text or too many
+            files.
     """
     with extracted.Extractor() as extractor:
         reader = _Reader(choice, extractor)
@@ -198,6 +211,8 @@ def read_several(names: Sequence[str], choice: Choice) -> SourceTexts:
                 )
             if os.path.isdir(name):
                 reader.walk(Path(name))
+                if reader.chosen == before:
+                    raise UsageError(f"{name} has no file to index; leave it out, or change --include and --exclude")
             elif not is_glob(name):
                 reader.read_named(name)
             else:
@@ -250,9 +265,11 @@ class _Reader:
         self._extractor = extractor
         self._include = _spec(choice.include, "") if choice.include else None
         self._exclude = _spec(choice.exclude, "")
-        self._texts: dict[str, SourceText] = {}  # by absolute path
-        self._left_out: dict[str, list[str]] = {}
-        self._detected: dict[str, list[str]] = {}
+        self._unmatched = choice.specs()
+        # Keys are absolute paths.
+        self._texts: dict[str, SourceText] = {}
+        self._left_out: dict[str, str] = {}
+        self._detected: dict[str, str] = {}
         self._entries, self._bytes = 0, 0
         self.chosen = 0
         """Number of files that were chosen to be read, including files that turned out to have no readable text."""
@@ -270,15 +287,16 @@ class _Reader:
         inside = Path.cwd() if base is None else base
         if base is None and not all(Path(path).is_relative_to(inside) for path in self._texts):
             inside = Path(os.path.commonpath([os.path.dirname(path) for path in self._texts]))
-        files = []
+        files, left_out = [], {path: reason for path, reason in self._left_out.items() if path not in self._texts}
         for path, text in self._texts.items():
             relative = Path(path).relative_to(inside).as_posix()
             if is_source_path(relative):
                 files.append(replace(text, path=relative))
             else:
-                self._leave_out(ODD_NAME, relative)
+                left_out[path] = ODD_NAME
         files.sort(key=lambda file: file.path.split("/"))
-        texts = SourceTexts(tuple(files), self._left_out, self._detected)
+        found = _by_value(left_out, inside), _by_value(self._detected, inside)
+        texts = SourceTexts(tuple(files), *found, tuple(self._unmatched))
         if not files:
             why = texts.told()
             raise UsageError(
@@ -287,15 +305,24 @@ class _Reader:
         return texts
 
     def read_named(self, name: str) -> None:
-        """Read a file that the user named itself. Raises UsageError if it does not exist, and the errors of `_read`."""
+        """Read a file that the user named itself. An empty file is left out.
+
+        Raises:
+            UsageError: the file does not exist or has text that cannot be read; or an error of `_read`.
+        """
         try:
             kind = os.stat(name).st_mode
         except (OSError, ValueError):
             raise UsageError(f"no such file: {name}") from None
+        path = os.path.abspath(name)
         if stat.S_ISREG(kind):
-            self._read(name, os.path.abspath(name), lambda: os.open(name, _FLAGS))
+            self._read(path, lambda: os.open(name, _FLAGS))
         else:
-            self._leave_out(SPECIAL, name)
+            self._leave_out(SPECIAL, path)
+        if path not in self._texts and (reason := self._left_out[path]) != EMPTY:
+            raise UsageError(
+                f"{name} is {reason}; convert it to text in UTF-8, or leave it out, as a pattern in quotes does"
+            )
 
     def walk(self, folder: Path, pattern: GitIgnoreSpec | None = None) -> None:
         """Read the files of a folder and its subfolders; with a pattern, only matching files.
@@ -324,23 +351,31 @@ class _Reader:
         """
         entries = self._listed(descriptor, place)
         if any(entry.name == MARKER for entry in entries):
-            self._leave_out(INDEX, prefix)
+            self._leave_out(INDEX, os.path.join(place.folder, prefix))
             return
         if any(entry.name == IGNORE_FILE and entry.is_file(follow_symlinks=False) for entry in entries):
-            rules = (*rules, (prefix, self._ignored_by(descriptor, prefix)))
+            ignored = self._ignored_by(descriptor, os.path.join(place.folder, prefix, IGNORE_FILE))
+            rules = (*rules, (prefix, ignored))
         for entry in entries:
             path = f"{prefix}{entry.name}"
+            whole = os.path.join(place.folder, path)
             folder = entry.is_dir(follow_symlinks=False)
+            self._match(f"{path}/" if folder else path)
             if reason := self._reason(entry, path, place, rules, folder=folder):
-                self._leave_out(reason, path)
+                self._leave_out(reason, whole)
             elif not folder:
-                self._read_entry(descriptor, entry.name, path, place)
+                self._read_entry(descriptor, entry.name, whole)
             elif depth >= MOST_DEPTH:
-                self._leave_out(DEEP, path)
+                self._leave_out(DEEP, whole)
             else:
-                with self._opened(descriptor, entry.name, path) as below:
+                with self._opened(descriptor, entry.name, whole) as below:
                     if below is not None:
                         self._walk(below, place, f"{path}/", rules, depth + 1)
+
+    def _match(self, path: str) -> None:
+        """Remove the patterns that match a path from those that match nothing. A folder's path ends with a /."""
+        for name in [name for name, spec in self._unmatched.items() if spec.match_file(path)]:
+            del self._unmatched[name]
 
     def _listed(self, descriptor: int, place: "_Place") -> list[os.DirEntry[str]]:
         entries = []
@@ -387,17 +422,16 @@ class _Reader:
             return SPECIAL
         return "" if is_source_path(path) else ODD_NAME
 
-    def _ignored_by(self, descriptor: int, prefix: str) -> GitIgnoreSpec:
+    def _ignored_by(self, descriptor: int, path: str) -> GitIgnoreSpec:
         """Read the .gitignore of an open folder. Invalid and slow patterns are skipped, and recorded as left out."""
         kept = []
-        path = f"{prefix}{IGNORE_FILE}"
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
-        lines = data.decode(errors="replace").splitlines() if isinstance(data, bytes) else []
+        lines = data.decode("utf-8-sig", "replace").splitlines() if isinstance(data, bytes) else []
         if not isinstance(data, bytes):
             self._leave_out(data, path)
         for line in lines:
             try:
-                if len(re.findall(r"\*+", line)) > MOST_WILDCARDS:
+                if not line.startswith("#") and len(re.findall(r"\*+", line)) > MOST_WILDCARDS:
                     raise ValueError
                 GitIgnoreSpec.from_lines([line])
                 kept.append(line)
@@ -405,15 +439,13 @@ class _Reader:
                 self._leave_out(WILD, f"{path}: {line[:40]}")
         return GitIgnoreSpec.from_lines(kept)
 
-    def _read_entry(self, descriptor: int, name: str, path: str, place: "_Place") -> None:
-        whole = os.path.join(place.folder, path)
-        self._read(path, whole, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
+    def _read_entry(self, descriptor: int, name: str, path: str) -> None:
+        self._read(path, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
 
-    def _read(self, shown: str, path: str, opener: Callable[[], int]) -> None:
+    def _read(self, path: str, opener: Callable[[], int]) -> None:
         """Read a file's text, or record why the file is left out.
 
         Args:
-            shown: the path in messages.
             path: the absolute path.
             opener: opens the file, and returns its descriptor.
 
@@ -427,16 +459,16 @@ class _Reader:
         packed = kind in (extracted.PDF, extracted.DOCX)
         data = _content(opener, extracted.MOST_BYTES if packed else MOST_BYTES)
         if isinstance(data, str):
-            self._leave_out(LARGE_DOCUMENT if packed and data == LARGE else data, shown)
+            self._leave_out(LARGE_DOCUMENT if packed and data == LARGE else data, path)
             return
         try:
-            found = self._text(shown, data, kind)
+            found = self._text(path, data, kind)
         except extracted.NotExtractedError as reason:
-            self._leave_out(str(reason), shown)
+            self._leave_out(str(reason), path)
             return
         except UsageError:
             unsure = western_encoding(data) if self._encoding == UTF_8 else None
-            self._leave_out(EMPTY if not data.strip() else PERHAPS.get(unsure or "", NO_TEXT), shown)
+            self._leave_out(EMPTY if not data.strip() else PERHAPS.get(unsure or "", NO_TEXT), path)
             return
         text = found.text.rstrip()
         self._bytes += len(data) if kind is None else len(text.encode())
@@ -450,7 +482,7 @@ class _Reader:
         first_line = 1 + blank.count("\n")
         self._texts[path] = SourceText(path, hashlib.sha256(data).hexdigest(), text[cut:], first_line, pages)
 
-    def _text(self, shown: str, data: bytes, kind: int | None) -> extracted.PagedText:
+    def _text(self, path: str, data: bytes, kind: int | None) -> extracted.PagedText:
         """Return a file's text. An encoding that is detected is recorded.
 
         Raises:
@@ -461,17 +493,27 @@ class _Reader:
             return self._extractor.text(kind, data)
         encoding = self._encoding if kind is None else page_encoding(data, self._encoding)
         try:
-            text = Document(shown, io.BytesIO(data), encoding).whole()
+            text = Document(path, io.BytesIO(data), encoding).whole()
         except UsageError:
             found = detected_encoding(data) if self._encoding == UTF_8 else None
             if found is None:
                 raise
-            text = Document(shown, io.BytesIO(data), found).whole()
-            self._detected.setdefault(found, []).append(shown)
+            text = Document(path, io.BytesIO(data), found).whole()
+            self._detected[path] = found
         return extracted.PagedText(text) if kind is None else self._extractor.text(kind, text.encode())
 
     def _leave_out(self, reason: str, path: str) -> None:
-        self._left_out.setdefault(reason, []).append(path)
+        """Record a reason. If the document names a file twice, `UNLISTED` gives way to the other reason."""
+        if self._left_out.get(path, UNLISTED) == UNLISTED:
+            self._left_out[path] = reason
+
+
+def _by_value(found: Mapping[str, str], folder: Path) -> dict[str, list[str]]:
+    """Group paths by their value. Paths in the folder become relative to it."""
+    grouped: dict[str, list[str]] = {}
+    for path, value in found.items():
+        grouped.setdefault(value, []).append(path.removeprefix(os.path.join(folder, "")))
+    return grouped
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from sparsekv.formats.models.converted import first_line
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
 _LEADING = 4096
-"""Number of first characters of a document in which its leading blank lines are counted."""
+"""Number of first characters of a document in which its first letter is searched before more are read."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def encode_prompt(
     line = None
     if sources is None:
         first = before_text if chat is not None else added_ends(tokenizer)[0]
-        line = line_of_first_token(tokenizer, ids, first, document.first(_LEADING))
+        line = line_of_first_token(tokenizer, ids, first, _to_first_letter(document))
     held = len(ids) - framed if cut else None
     files: tuple[SourceFile, ...] | None = None
     behind: tuple[str, ...] = ()
@@ -196,6 +196,14 @@ def encode_prompt(
         pages=pages,
         first_line=line,
     )
+
+
+def _to_first_letter(document: Document) -> str:
+    """Return a beginning of a document that has all its leading white space, and more."""
+    characters = _LEADING
+    while not (text := document.first(characters)).strip() and len(text) == characters:
+        characters *= 2
+    return text
 
 
 def _table(sources: SourceTexts, begins: list[int], tokens: int, stops_at: int | None) -> tuple[SourceFile, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.command import Outcome, fails, run_here, start
-from support.odd_documents import GERMAN, valid
+from support.odd_documents import GERMAN, pdf, shown, valid
 from support.sealing import reseal
 from torch.testing import assert_close
 
@@ -330,6 +330,25 @@ def test_documents_of_other_kinds_and_encodings_are_read(project: Path) -> None:
     assert str(tokenizer.decode(alone.input_ids()[page:])).startswith("[Page 2]\n")
 
 
+def test_a_pattern_that_leaves_nothing_out_is_told(project: Path) -> None:
+    told = "nothing matches --exclude project/z.txt; patterns are relative to the folder that is named\n"
+    assert told in _build("project", "--exclude", "project/z.txt").stderr
+    assert told not in _build("project", "--exclude", "z.txt").stderr
+
+
+def test_pages_without_text_are_named(project: Path) -> None:
+    """As a person who reads the pages would miss their text. A page whose text is its line alone is one of them."""
+    pages = [shown("One. " * 20) if page in (1, 4) else b"" for page in range(1, 10)]
+    (project / "b.pdf").write_bytes(pdf(*pages))
+    (project / "c.pdf").write_bytes(pdf(shown("[Page 2]"), shown("Two.")))
+    told = "pages without text, as scanned pages are: 7 of 9 in"
+    assert f"{told} b.pdf (2, 3, 5, 6, 7, ...)\n" in _build("project").stderr
+    assert f"{told} project/b.pdf (2, 3, 5, 6, 7, ...)\n" in _build("project/b.pdf").stderr
+    assert told not in _build("project/b.pdf", "-q").stderr
+    added = run_here("append", "--index", "project.skv", "project/b.pdf", "--rebuild", "--model", "model")
+    assert f"{told} project/b.pdf (2, 3, 5, 6, 7, ...)\n" in added.stderr
+
+
 def test_encodings_in_a_folder_are_explained_only_where_folders_are_read(project: Path) -> None:
     assert "In a folder, other encodings" in " ".join(run_here("build-index", "--help").stdout.split())
     for command in (("append", "--rebuild"), ("eval",)):
@@ -400,11 +419,20 @@ def test_a_table_that_cannot_be_is_refused(indexed: Path, change: Callable[[dict
         (("project", "--ray", "auto", "--as-one"), ("leave --ray out",)),
         (("project", "--order", "age"), ("--order age", "path", "stable", "changed-last")),
         (("doc.txt", "--order", "stable"), ("--order stable", "name a folder, or give --as-one")),
+        (("doc.txt", "model/config.json", "--as-one", "-o", "x.skv", "--exclude", "*.txt"), ("--exclude *.txt",)),
+        (("--from-file", "list", "--include", "*.md"), ("--include *.md", "no folder is given")),
+        (("--from-file", "list", "--order", "stable"), ("--order stable", "name a folder, or give --as-one")),
+        (("doc.txt", "empty", "--as-one", "-o", "x.skv"), ("empty has no file to index",)),
+        (("doc.txt", "odd.bin", "--as-one", "-o", "x.skv"), ("odd.bin is not text", "leave it out")),
+        (("doc.txt", "odd.pdf", "--as-one", "-o", "x.skv"), ("odd.pdf is damaged", "leave it out")),
     ],
 )
 def test_refusals(project: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
     for name in ("empty", "half.skv"):
         (project.parent / name).mkdir()
+    Path("list").write_text("doc.txt\n")
+    for name in ("odd.bin", "odd.pdf"):
+        Path(name).write_bytes(b"%PDF\0")
     fails(2, "build-index", *arguments, "--model", "model", "-q", says=says)
 
 

@@ -105,7 +105,6 @@ REFUSED = [
     ("bench", ("--index", "doc.skv"), "seed", "1"),
     *(("bench", ("--index", "doc.skv"), name, "64") for name in ("heads", "kv-heads", "head-dim", "context", "batch")),
     *((one, ("--device", "cpu"), "kv-dtype", "int8") for one in ("bench", "bench-model")),
-    ("inspect", (), "model", "model"),
     ("start", ("--status",), "idle", "5"),
     # Options of methods.
     ("generate", ASK, "buffer", "9"),
@@ -123,6 +122,7 @@ REFUSED = [
 ]
 """A command, arguments with which an option has no effect, the option, and its value."""
 NOTED = [
+    ("inspect", (), "model", "model"),
     ("generate", ASK, "seed", "3"),
     ("generate", ASK, "residual", ""),
     ("generate", (*ASK, "--lossless"), "budget", "20%"),

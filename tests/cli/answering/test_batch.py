@@ -74,6 +74,13 @@ def test_a_byte_order_mark_is_no_part_of_a_question(place: Path) -> None:
     assert (marked["text"], marked["prompt_tokens"]) == (plain["text"], plain["prompt_tokens"])
 
 
+def test_a_carriage_return_alone_ends_a_line_too(place: Path) -> None:
+    """As spreadsheets of a Mac save text. Beside newlines it is a character like others."""
+    for content, lines in ((b"Why?\r\rWhere?\r", ["Why?", "", "Where?"]), (b"Why?\rWhere?\n", ["Why?\rWhere?"])):
+        Path("questions.txt").write_bytes(content)
+        assert [one["question"] for one in _records("--batch-file", "questions.txt")] == lines
+
+
 def test_questions_from_a_slow_command_are_waited_for(place: Path) -> None:
     done = shell(
         "sparsekv generate -q --max-new-tokens 2 --batch-file <(sleep 1; echo Why?; sleep 1; echo How?)", place

@@ -80,6 +80,28 @@ def test_pages_begin_where_the_file_begins_them(tmp_path: Path) -> None:
         ("<nav>most of the text</nav>less", "most of the text\nless"),
         ("<nav>Home<p>a nav that never ends", "Home\n\na nav that never ends"),
         ("<nav><nav>x</nav>y</nav>text", "text"),
+        ("<ol><li value=5>a<li>b</ol><ol start=-1><li>c<li>d</ol>", "5. a\n6. b\n\n-1. c\n0. d"),
+        ("<ol reversed start=10><li>a<li>b</ol><ol reversed><li>c</ol>", "10. a\n9. b\n\n- c"),
+        (
+            "<ol type=i start=4><li>a<li value=9>b</ol><ol type=A start=26><li>c<li>d</ol>",
+            "iv. a\nix. b\n\nZ. c\nAA. d",
+        ),
+        ("<table><tr><td rowspan=2>A<td>1<tr><td>2<tr><td>B<td>3</table>", "A | 1\n | 2\nB | 3"),
+        ("<table><tr><td>1<td rowspan=2>A<tr><td>2<tr><td>3<td>B</table>", "1 | A\n2\n3 | B"),
+        ("<table><tr><td colspan=2>all<td>5<tr><td>1<td>2<td>3</table>", "all |  | 5\n1 | 2 | 3"),
+        ("<table><tr><td rowspan=2 colspan=2>A<td>1<tr><td>2<nav><tr><td>x</nav></table>", "A |  | 1\n |  | 2"),
+        ("<ul><li><input type=checkbox checked>a<li><input type=checkbox> b</ul><input>", "- [x] a\n- [ ] b"),
+        ("now <s>90</s> <del><p>85</p></del><s></s>80", "now ~~90~~ ~~85~~\n\n80"),
+        (
+            "is <math><semantics><mi>m</mi> <msup><mi>c</mi><mn>2</mn></msup><annotation>mc^2</annotation></math> or",
+            "is mc^2 or",
+        ),
+        (
+            "<math><mfrac><mrow><mi>a</mi><mo>+</mo><mn>1</mn></mrow><msqrt><mn>2</mn></msqrt></mfrac></math>",
+            "(a+1)/(sqrt(2))",
+        ),
+        ("<math><msubsup><mi>x</mi><mi>i</mi><mn>2</mn></msubsup><p>a <b>b</b> c", "x_i^2\n\na b c"),
+        ("one\vtwo&#x85;three", "one\ntwo…three"),
     ],
 )
 def test_a_page_is_rendered_without_loss(body: str, text: str) -> None:
@@ -102,6 +124,90 @@ def test_words_of_a_page_stay_in_order() -> None:
                 body += f"<{open_tags[-1]}>"
             body += f" {word} "
         assert [word for word in tidied(html_text(body)).split() if word.startswith("w")] == words
+
+
+WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+
+
+def _list(number: int, *levels: tuple[int, str, str, str]) -> str:
+    """A list of numbering.xml, from the first number, format, text and further properties of each level."""
+    made = "".join(
+        f'<w:lvl w:ilvl="{level}"><w:start w:val="{start}"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
+        "</w:lvl>"
+        for level, (start, form, text, more) in enumerate(levels)
+    )
+    return f'<w:abstractNum w:abstractNumId="{number}">{made}</w:abstractNum>'
+
+
+CLAUSES = (3, "decimal", "Clause %1:", ""), (1, "lowerLetter", "(%2)", "")
+HEADINGS = (
+    (1, "upperRoman", "%1.", '<w:pStyle w:val="H1"/>'),
+    (1, "decimal", "%1.%2", '<w:isLgl/><w:pStyle w:val="H2"/>'),
+)
+NUMBERING = (
+    f"<w:numbering {WORD}>"
+    + _list(0, *CLAUSES, (1, "upperRoman", "%1.%2.%3", '<w:lvlRestart w:val="1"/>'))
+    + _list(1, *HEADINGS)
+    + _list(2, (1, "bullet", "o", ""), (1, "none", "", ""))
+    + "".join(f'<w:num w:numId="{one + 1}"><w:abstractNumId w:val="{one}"/></w:num>' for one in range(3))
+    + '<w:num w:numId="9"><w:abstractNumId w:val="0"/><w:lvlOverride w:ilvl="0"><w:startOverride w:val="9"/>'
+    + "</w:lvlOverride></w:num></w:numbering>"
+)
+STYLES = f"""<w:styles {WORD}><w:style w:type="paragraph" w:styleId="H1"><w:name w:val="heading 1"/><w:pPr>
+<w:numPr><w:numId w:val="2"/></w:numPr></w:pPr></w:style><w:style w:type="paragraph" w:styleId="H2">
+<w:name w:val="heading 2"/><w:basedOn w:val="H1"/><w:pPr><w:numPr><w:ilvl w:val="1"/></w:numPr></w:pPr></w:style>
+</w:styles>"""
+
+
+def _item(text: str, level: int = 0, instance: int = 1, mark: str = "") -> str:
+    numbered = f'<w:numPr><w:ilvl w:val="{level}"/><w:numId w:val="{instance}"/></w:numPr><w:rPr>{mark}</w:rPr>'
+    return paragraph(text).replace("<w:p>", f"<w:p><w:pPr>{numbered}</w:pPr>")
+
+
+def _styled(text: str, style: str, more: str = "") -> str:
+    return paragraph(text).replace("<w:p>", f'<w:p><w:pPr><w:pStyle w:val="{style}"/>{more}</w:pPr>')
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (_item("a") + _item("b") + paragraph("c") + _item("d"), "Clause 3: a\nClause 4: b\n\nc\n\nClause 5: d"),
+        (
+            _item("a") + _item("b", 1) + _item("c", 1) + _item("d") + _item("e", 1),
+            "Clause 3: a\n  (a) b\n  (b) c\nClause 4: d\n  (a) e",
+        ),
+        (
+            _item("a") + _item("b", 1) + _item("c", 2) + _item("d", 1) + _item("e", 2) + _item("f") + _item("g", 1),
+            "Clause 3: a\n  (a) b\n    3.a.I c\n  (b) d\n    3.b.II e\nClause 4: f\n  (a) g",
+        ),
+        (_item("a", 0, 3) + _item("b", 1, 3) + _item("c"), "- a\n  b\n\nClause 3: c"),
+        (_item("a") + _item("b", instance=9) + _item("c", instance=9), "Clause 3: a\nClause 9: b\nClause 10: c"),
+        (_item("", mark="<w:del/>") + _item("b"), "Clause 3: b"),
+        (_item("a ", mark="<w:del/>") + _item("b") + _item("c"), "Clause 3: a b\nClause 4: c"),
+        (_item("a ", mark="<w:del/>") + paragraph("b") + _item("c"), "a b\n\nClause 3: c"),
+        (_styled("a", "H1") + _styled("b", "H2") + _styled("c", "H1"), "# I. a\n\n## 1.1 b\n\n# II. c"),
+        (_styled("a", "H1", '<w:numPr><w:numId w:val="0"/></w:numPr>'), "# a"),
+    ],
+)
+def test_paragraphs_have_the_numbers_that_a_reader_sees(body: str, text: str) -> None:
+    data = docx(body, {"word/numbering.xml": NUMBERING.encode(), "word/styles.xml": STYLES.encode()})
+    assert extractors.docx_text(data) == text
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ('<w:fldSimple w:instr="REF &gt;"><w:r><w:t>table 12</w:t></w:r></w:fldSimple>', "table 12"),
+        (
+            "<w:r><w:ruby><w:rt><w:r><w:t>x</w:t></w:r></w:rt><w:rubyBase><w:r><w:t>a</w:t></w:r></w:rubyBase></w:ruby></w:r>",
+            "a",
+        ),
+        ("<w:r><w:rPr><w:dstrike/></w:rPr><w:t>a</w:t></w:r>", "~~a~~"),
+        ("<w:bdo><w:r><w:t>a</w:t></w:r></w:bdo><w:dir><w:r><w:cr/><w:t>b</w:t></w:r></w:dir>", "a\nb"),
+    ],
+)
+def test_text_in_fields_and_in_other_directions_is_text(body: str, text: str) -> None:
+    assert extractors.docx_text(docx(f"<w:p>{body}</w:p>")) == text
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,21 @@ def test_include_and_exclude_are_patterns_as_in_a_gitignore(tmp_path: Path) -> N
         read_folder(tmp_path, Choice(include=("*.rst",)))
 
 
+def test_patterns_that_match_nothing_are_named(tmp_path: Path) -> None:
+    """They may have been meant for files that are read now, or left out. Patterns of ignored and hidden files match."""
+    tree = dict.fromkeys(["a.md", "z.txt", "sub/secret.txt", ".git/a", "build/b.md"], "text") | {".gitignore": "build/"}
+    write_tree(tmp_path / "docs", tree)
+    for exclude, unmatched in (
+        ("docs/sub/", ["--exclude docs/sub/"]),
+        ("secret.md", ["--exclude secret.md"]),
+        *((pattern, []) for pattern in ("sub/", "sub", "*.txt", "build/", ".git", "!none.md")),
+    ):
+        found = read_folder(tmp_path / "docs", Choice(("*.md", "*.txt", "*.rst"), (exclude,)))
+        assert list(found.unmatched) == ["--include *.rst", *unmatched]
+        assert found.told_unmatched().startswith(f"nothing matches {' and '.join(found.unmatched)}; ")
+    assert read_folder(tmp_path, Choice(exclude=("docs/sub/",))).told_unmatched() == ""
+
+
 def test_a_gitignore_that_would_take_for_ever_is_told_of(tmp_path: Path) -> None:
     write_tree(tmp_path, {"a" * 200: "a", ".gitignore": f"{'*a' * 30}b\nb.txt\n", "b.txt": "b"})
     sources = read_folder(tmp_path, Choice())
@@ -308,6 +323,29 @@ def test_named_files_and_globs_are_one_document(tmp_path: Path, monkeypatch: pyt
     for wrong, told in (("none.md", "no such file: none.md"), ("*.rst", "no file matches"), ("-", "standard input")):
         with pytest.raises(UsageError, match=told):
             names_of("a.md", wrong)
+
+
+def test_a_file_that_several_names_choose_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["docs/a.md", "docs/b.txt", "docs/c.rst", "docs/empty.md", "docs/.hidden", "docs/old.skv/a"]
+    write_tree(tmp_path, dict.fromkeys(names, "text") | {"docs/empty.md": "", "docs/zero.md": "a\0b", "empty": ""})
+    monkeypatch.chdir(tmp_path)
+    sources = read_several(["docs/*.txt", "docs/.hidden", "docs/*.md", "empty"], Choice())
+    assert _names(sources) == ["docs/.hidden", "docs/a.md", "docs/b.txt"]
+    assert sources.left_out == {
+        files.UNLISTED: ["docs/c.rst"],
+        files.EMPTY: ["docs/empty.md", "empty"],
+        files.INDEX: ["docs/old.skv"],
+        files.NO_TEXT: ["docs/zero.md"],
+    }
+
+
+def test_a_gitignore_may_have_a_byte_order_mark_and_comments(tmp_path: Path) -> None:
+    write_tree(tmp_path, {".gitignore": "\ufeffsecret.txt\n# * * * * * *\n", "a": "a", "secret.txt": "secret"})
+    sources = read_folder(tmp_path, Choice())
+    assert (_names(sources), sources.left_out) == (
+        ["a"],
+        {files.HIDDEN: [".gitignore"], files.IGNORED: ["secret.txt"]},
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.small_index import TEXT
-from support.tiny_models import END, START, tiny_tokenizer
+from support.tiny_models import CHAT_TEMPLATE, END, START, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -150,3 +150,13 @@ def test_a_system_message_is_known_from_what_the_template_makes_of_it(template: 
     assert begins_with_system(tokenizer, chat, system) is same
     yesterday = chat.model_copy(update={"before": f"It is Sunday.{chat.before}"})
     assert begins_with_system(tokenizer, yesterday, system) is same
+
+
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
+@pytest.mark.parametrize("lines", [4095, 4096, 5000])
+def test_a_line_after_many_blank_ones_has_its_number(template: str | None, lines: int) -> None:
+    """Whatever number of them the template keeps."""
+    tokenizer = tiny_tokenizer(template)
+    prompt = encode_prompt(tokenizer, "\n" * lines + "One.")
+    assert prompt.first_line is not None
+    assert prompt.first_line + str(tokenizer.decode(prompt.input_ids)).partition("One")[0].count("\n") == lines + 1

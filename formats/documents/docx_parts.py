@@ -1,0 +1,295 @@
+"""Prepare the parts of a DOCX file for mammoth, which ignores some elements and the numbers of paragraphs.
+
+The file does not have these numbers. They follow from the rules in `numbering.xml` and the numbered paragraphs before.
+"""
+
+import io
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from xml.etree import ElementTree
+from xml.parsers import expat
+from xml.sax.saxutils import escape
+
+from sparsekv.formats.documents.list_numbers import in_repeated_letters, in_roman
+
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Characters around the number at the beginning of a paragraph. Unicode has them for no text."""
+_WORD = (
+    "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
+    "http://purl.oclc.org/ooxml/wordprocessingml/main",
+)
+_RENAMED = {"cr": b"br", "ptab": b"tab", "dstrike": b"strike"}
+_RENAMED |= dict.fromkeys(("fldSimple", "ruby", "rubyBase", "dir", "bdo"), b"smartTag")
+"""Elements that mammoth ignores, and elements of the same meaning that it reads."""
+_IGNORED = re.compile(rf"(</?\w+:)({'|'.join(_RENAMED)})(?=[\s/>])".encode())
+
+
+def prepared(parts: zipfile.ZipFile) -> io.BytesIO:
+    """Return a DOCX file with the XML parts of another, in which mammoth reads all text and each paragraph's number.
+
+    Raises an error of `ElementTree` or `expat` for parts that are no XML.
+    """
+    names = [name for name in parts.namelist() if name.endswith((".xml", ".rels"))]
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name in names:
+            part = parts.read(name)
+            folder, _, base = name.rpartition("/")
+            rules, styles = (f"{folder}/{one}.xml".lstrip("/") for one in ("numbering", "styles"))
+            if re.fullmatch(r"document\d*\.xml", base) and rules in names:
+                part = _numbered(part, _parsed(parts, rules), _parsed(parts, styles))
+            archive.writestr(name, _IGNORED.sub(lambda found: found[1] + _RENAMED[found[2].decode()], part))
+    return made
+
+
+def _parsed(parts: zipfile.ZipFile, name: str) -> ElementTree.Element:
+    try:
+        return ElementTree.fromstring(parts.read(name))
+    except KeyError:
+        return ElementTree.Element("none")
+
+
+def _numbered(document: bytes, numbering: ElementTree.Element, styles: ElementTree.Element) -> bytes:
+    """Return a document with the number of each numbered paragraph as the paragraph's first text."""
+    pieces, before = list[bytes](), 0
+    for place, run in _Paragraphs(_Numbers(numbering, styles)).runs(document):
+        pieces += [document[before:place], run.encode()]
+        before = place
+    return b"".join([*pieces, document[before:]])
+
+
+_GONE = ("del", "moveFrom")
+"""Marks of a paragraph that a tracked change removes."""
+_PROPERTIES = {"pStyle": ["p", "pPr"], "numId": ["p", "pPr", "numPr"], "ilvl": ["p", "pPr", "numPr"]}
+_PROPERTIES |= {tag: ["p", "pPr", "rPr"] for tag in _GONE}
+"""Elements of a paragraph that decide its number, with the elements around them."""
+
+
+class _Paragraphs:
+    """Finds the numbered paragraphs of a document."""
+
+    def __init__(self, numbers: "_Numbers"):
+        self._numbers = numbers
+        self._open: list[str] = []  # local names of the open elements; empty for elements of other namespaces
+        self._runs: list[tuple[int, str]] = []
+        self._waiting = ""
+        self._hidden = 0  # open elements whose paragraphs mammoth does not read
+        self._properties: dict[str, str] = {}
+        self._joined = False  # the open paragraph is joined to the next one
+        self._begin: int | None = None  # offset of the text of the first paragraph that is joined to the open one
+
+    def runs(self, document: bytes) -> list[tuple[int, str]]:
+        """Return (offset in bytes, run with the number) of each numbered paragraph; empty if the text is not UTF-8."""
+        parser = expat.ParserCreate(namespace_separator=" ")
+        parser.StartElementHandler, parser.EndElementHandler = self._start, self._end
+        encodings = list[str | None]()
+        parser.XmlDeclHandler = lambda version, encoding, standalone: encodings.append(encoding)
+        self._parser = parser
+        parser.Parse(document, True)
+        utf_8 = all(encoding is None or encoding.lower() == "utf-8" for encoding in encodings)
+        return self._runs if utf_8 and not document.startswith((b"\xff\xfe", b"\xfe\xff")) else []
+
+    def _start(self, name: str, attributes: dict[str, str]) -> None:
+        self._write()
+        space, _, local = name.rpartition(" ")
+        tag = local if space in _WORD else ""
+        self._hidden += local == "Choice"
+        self._open.append(tag)
+        if self._open[-2:] == ["p", "pPr"]:
+            self._properties = {}
+        elif _PROPERTIES.get(tag) == self._open[-len(_PROPERTIES.get(tag, ())) - 1 : -1]:
+            self._properties[tag] = attributes.get(f"{space} val", "")
+
+    def _end(self, name: str) -> None:
+        self._write()
+        space, _, local = name.rpartition(" ")
+        self._hidden -= local == "Choice"
+        if self._open[-2:] == ["p", "pPr"] and not self._hidden:
+            self._joined = "del" in self._properties
+            gone = not self._properties.keys().isdisjoint(_GONE)
+            label = None if gone else self._numbers.next(self._properties)
+            if label is not None:
+                self._waiting = f'<r xmlns="{space}"><t xml:space="preserve">{BEGIN}{escape(label)}{END}</t></r>'
+        elif self._open[-1] == "p":
+            self._begin = self._begin if self._joined else None
+            self._joined = False
+        self._open.pop()
+
+    def _write(self) -> None:
+        """Put the waiting run before the element that begins or ends here, or where a joined paragraph begins."""
+        place = self._parser.CurrentByteIndex
+        if self._joined and self._begin is None:
+            self._begin = place
+        if self._waiting:
+            last = self._runs[-1][0] if self._runs else 0
+            begin = place if self._begin is None or self._begin < last else self._begin
+            self._runs.append((begin, self._waiting))
+            self._waiting = ""
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A level of a list: its first number, the format and text of its numbers, and the level that restarts it."""
+
+    start: int = 1
+    format: str = "decimal"
+    text: str = ""
+    legal: bool = False
+    restart: int | None = None
+
+    @classmethod
+    def of(cls, element: ElementTree.Element) -> "_Level":
+        restart = _value(element, "lvlRestart")
+        return cls(
+            _whole(_value(element, "start")),
+            _value(element, "numFmt") or "decimal",
+            _value(element, "lvlText") or "",
+            _find(element, "isLgl") is not None,
+            None if restart is None else _whole(restart),
+        )
+
+
+@dataclass
+class _Counts:
+    """The last numbers of a list by level, and the instances of the list that have begun."""
+
+    numbers: dict[int, int] = field(default_factory=dict)
+    begun: set[tuple[str, int]] = field(default_factory=set)
+
+
+class _Numbers:
+    """Counts the numbered paragraphs of a document, by the rules of its `numbering.xml` and `styles.xml`."""
+
+    def __init__(self, numbering: ElementTree.Element, styles: ElementTree.Element):
+        self._styles = {_attribute(one, "styleId"): one for one in _all(styles, "style")}
+        self._lists = {_attribute(one, "abstractNumId"): one for one in _all(numbering, "abstractNum")}
+        self._instances = {_attribute(one, "numId"): one for one in _all(numbering, "num")}
+        self._levels: dict[str, tuple[str, dict[int, _Level], dict[int, int]]] = {}
+        self._counts: dict[str, _Counts] = {}
+
+    def next(self, properties: Mapping[str, str]) -> str | None:
+        """Return the number of the next paragraph, such as `2.1`; None if it has none or has a bullet.
+
+        Args:
+            properties: values of the paragraph's `pStyle`, `numId` and `ilvl`, if it has them.
+        """
+        instance, level = self._place(properties)
+        if instance not in self._instances:
+            return None
+        name, levels, overrides = self._instance(instance)
+        if level not in levels:
+            return None
+        counts = self._counts.setdefault(name, _Counts())
+        if level in overrides and (instance, level) not in counts.begun:
+            counts.numbers[level] = overrides[level] - 1
+        counts.begun.add((instance, level))
+        counts.numbers[level] = counts.numbers.get(level, levels[level].start - 1) + 1
+        for deeper in [one for one in counts.numbers if one > level and _restarts(levels.get(one), level)]:
+            del counts.numbers[deeper]
+        if levels[level].format == "bullet":
+            return None
+        return re.sub(
+            "%([1-9])", lambda found: self._formatted(int(found[1]) - 1, level, levels, counts), levels[level].text
+        )
+
+    def _formatted(self, level: int, of: int, levels: Mapping[int, _Level], counts: _Counts) -> str:
+        there = levels.get(level, _Level())
+        return formatted(counts.numbers.get(level, there.start), "decimal" if levels[of].legal else there.format)
+
+    def _place(self, properties: Mapping[str, str]) -> tuple[str, int]:
+        """Return the id of a paragraph's list instance, and its level. The id is empty for none."""
+        instance, level = properties.get("numId"), properties.get("ilvl")
+        style, seen = properties.get("pStyle", ""), set[str]()
+        while style in self._styles and style not in seen and (instance is None or level is None):
+            seen.add(style)
+            found = self._styles[style]
+            numbering = _find(found, "pPr/numPr")
+            if numbering is not None and instance is None:
+                instance = _value(numbering, "numId")
+                level = level or _value(numbering, "ilvl") or self._level_of(instance or "", style)
+            style = _value(found, "basedOn") or ""
+        return instance or "", _whole(level)
+
+    def _level_of(self, instance: str, style: str) -> str | None:
+        """Return the level of a list instance whose paragraphs have a style; None if there is none."""
+        found = self._instances.get(instance)
+        linked = self._lists.get((found is not None and _value(found, "abstractNumId")) or "")
+        of = [one for one in ([] if linked is None else _all(linked, "lvl")) if _value(one, "pStyle") == style]
+        return _attribute(of[0], "ilvl") if of else None
+
+    def _instance(self, instance: str) -> tuple[str, dict[int, _Level], dict[int, int]]:
+        """Return the id of an instance's list, its levels, and its own first numbers by level."""
+        if instance not in self._levels:
+            element, overrides = self._instances[instance], dict[int, int]()
+            name = _value(element, "abstractNumId") or ""
+            levels = self._of_list(name, set())
+            for one in _all(element, "lvlOverride"):
+                level, own = _whole(_attribute(one, "ilvl")), _find(one, "lvl")
+                if own is not None:
+                    levels[level] = _Level.of(own)
+                if (start := _value(one, "startOverride")) is not None:
+                    overrides[level] = _whole(start)
+            self._levels[instance] = name, levels, overrides
+        return self._levels[instance]
+
+    def _of_list(self, name: str, seen: set[str]) -> dict[int, _Level]:
+        element = self._lists.get(name)
+        if element is None or name in seen:
+            return {}
+        if link := _value(element, "numStyleLink"):
+            style = self._styles.get(link)
+            numbering = None if style is None else _find(style, "pPr/numPr")
+            instance = self._instances.get((numbering is not None and _value(numbering, "numId")) or "")
+            return {} if instance is None else self._of_list(_value(instance, "abstractNumId") or "", {*seen, name})
+        return {_whole(_attribute(one, "ilvl")): _Level.of(one) for one in _all(element, "lvl")}
+
+
+def _restarts(deeper: _Level | None, level: int) -> bool:
+    """Whether a paragraph of a level restarts a deeper level."""
+    if deeper is None or deeper.restart is None:
+        return True
+    return level < deeper.restart
+
+
+def formatted(number: int, name: str) -> str:
+    """Return a number in a format of WordprocessingML. Formats that are not known here are decimal."""
+    if name == "none":
+        return ""
+    text = _FORMATS.get(name.removeprefix("upper").removeprefix("lower"), str)(number) or str(number)
+    return text.upper() if name.startswith("upper") else text
+
+
+_FORMATS: dict[str, Callable[[int], str]] = {
+    "Letter": in_repeated_letters,
+    "Roman": in_roman,
+    "decimalZero": lambda number: f"{number:02}",
+}
+
+
+def numbers_shown(text: str) -> str:
+    """Return a text in which the numbers of paragraphs replace the numbers that mammoth gives to items of a list."""
+    return re.sub(f"(?:[0-9]+\\. )?{BEGIN}([^{END}]*){END} ?", lambda found: found[1] and f"{found[1]} ", text)
+
+
+def _whole(text: str | None) -> int:
+    """Return the number in an attribute's value; 0 if there is none."""
+    return int(text) if text and re.fullmatch("[0-9]{1,9}", text) else 0
+
+
+def _all(element: ElementTree.Element, tag: str) -> list[ElementTree.Element]:
+    return element.findall(f"{{*}}{tag}")
+
+
+def _find(element: ElementTree.Element, path: str) -> ElementTree.Element | None:
+    return element.find("/".join(f"{{*}}{part}" for part in path.split("/")))
+
+
+def _attribute(element: ElementTree.Element, name: str) -> str | None:
+    return next((value for key, value in element.attrib.items() if key.rpartition("}")[2] == name), None)
+
+
+def _value(element: ElementTree.Element, tag: str) -> str | None:
+    found = _find(element, tag)
+    return None if found is None else _attribute(found, "val")
