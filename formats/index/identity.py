@@ -178,7 +178,8 @@ def identify_model(
         weights_hash: the result of `fingerprint_weights`, for weights as in the checkpoint.
         weights: the precision to which weights of linear layers were rounded after loading; None: they were not.
     """
-    kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
+    of_rope = ("max_position_embeddings",) if _positions_scale_rope(config.get("rope_parameters") or {}) else ()
+    kv_config = {field: config[field] for field in (*KV_FIELDS, *of_rope) if config.get(field) is not None}
     kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # JSON has no infinite numbers
     quantisation = config.get("quantization_config")
     return ModelIdentity(
@@ -191,6 +192,13 @@ def identify_model(
         quantisation=None if quantisation is None else json.dumps(quantisation, sort_keys=True, default=str),
         weights=weights,
     )
+
+
+def _positions_scale_rope(parameters: Mapping[str, Any]) -> bool:
+    """Whether keys depend on `max_position_embeddings`: longrope and YaRN without a factor divide it by the original
+    number of positions."""
+    kinds = [parameters, *(of_layers for of_layers in parameters.values() if isinstance(of_layers, Mapping))]
+    return any(kind.get("rope_type") in ("longrope", "yarn") and kind.get("factor") is None for kind in kinds)
 
 
 def identify_tokenizer(

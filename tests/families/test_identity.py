@@ -3,11 +3,12 @@
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from support.causal_families import families, tiny_config, tiny_model
+from support.causal_families import CHANNELS, families, tiny_config, tiny_model
 from support.small_index import random_ids
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
@@ -63,9 +64,9 @@ def identity(config: PreTrainedConfig) -> str:
     return identify_model("tiny", None, config.get_text_config().to_dict(), "weights", None).config_hash
 
 
-def _check(family: str) -> None:
+def _check(family: str, **changes: Any) -> None:
     try:
-        config = tiny_config(family)
+        config = tiny_config(family, **changes)
         model = tiny_model(config)
     except Exception:  # an older transformers makes no tiny model of the family: the sweep tells it
         return
@@ -86,6 +87,18 @@ def _check(family: str) -> None:
 @pytest.mark.parametrize("family", [name for name in SOME if name in families()])
 def test_what_changes_rows_changes_the_identity(family: str) -> None:
     _check(family)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": None},
+        {"rope_type": "longrope", "short_factor": [1.5] * (CHANNELS // 2), "long_factor": [2.0] * (CHANNELS // 2)},
+    ],
+    ids=["yarn", "longrope"],
+)
+def test_positions_that_give_rope_its_factor_change_the_identity(rope: dict[str, Any]) -> None:
+    _check("llama", rope_parameters={"rope_theta": 1e4, "original_max_position_embeddings": 16, **rope})
 
 
 @pytest.mark.slow
