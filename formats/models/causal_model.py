@@ -5,12 +5,14 @@ Plain weights are read straight into a GPU's memory, or memory-mapped for a CPU.
 
 import json
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -140,7 +142,38 @@ def causal_model(
             "transformers would fill them with random numbers: choose a checkpoint with all of them"
         )
     model: PreTrainedModel = loaded[0].eval()
+    if ignored := _ignored(model, loaded[1]["unexpected_keys"]):
+        raise SparsekvError(
+            f"the layers of model '{name}' have {len(ignored)} tensors in the checkpoint that they lack by config.json "
+            f"(the first: {ignored[0]}); transformers would ignore them: correct config.json, or choose another "
+            "checkpoint"
+        )
     return model
+
+
+def _ignored(model: PreTrainedModel, unexpected: Collection[str]) -> list[str]:
+    """Return the tensors of a checkpoint that belong to a layer of the model but not to its architecture, such as a
+    bias that the config denies.
+
+    Other unexpected tensors do not change logits: those of a vision tower, or buffers such as masks. Quantised layers
+    may have scales that they do not need.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        return []
+    modules = dict(model.named_modules())
+    blocks = [f"{name}." for name, module in modules.items() if isinstance(modules.get(_above(name)), nn.ModuleList)]
+
+    def counts(key: str) -> bool:
+        if (holder := modules.get(_above(key))) is not None:
+            return not any(holder.children()) and any(True for _ in holder.parameters())
+        return key.endswith((".weight", ".bias")) and key.startswith(tuple(blocks))
+
+    return sorted(filter(counts, unexpected))
+
+
+def _above(name: str) -> str:
+    """Return the name of the module that has a module or tensor."""
+    return name.rpartition(".")[0]
 
 
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:

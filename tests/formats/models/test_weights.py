@@ -1,10 +1,12 @@
 """Weights that are read to a GPU, or mapped for a CPU, make the model that transformers makes of the same folder."""
 
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.tiny_models import FAMILIES, save_tiny
 from transformers import (
     AutoConfig,
@@ -111,3 +113,21 @@ def test_settings_of_answers_that_cannot_be_read_are_the_models_own(tmp_path: Pa
 def test_without_a_gpu_none_are_read_to_it(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     assert weights_on(folder, AutoConfig.from_pretrained(folder), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "refused"),
+    [
+        ("model.layers.1.self_attn.q_proj.bias", True),
+        ("model.layers.1.self_attn.q_norm.weight", True),
+        ("model.norm.bias", True),
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", False),
+        ("model.layers.1.self_attn.masked_bias", False),
+        ("vision.layers.1.self_attn.q_proj.bias", False),
+    ],
+)
+def test_tensors_of_layers_that_the_config_denies_are_refused(tmp_path: Path, tensor: str, refused: bool) -> None:
+    weights = save_tiny(tmp_path) / "model.safetensors"
+    save_file(load_file(weights) | {tensor: torch.ones(3)}, weights, metadata={"format": "pt"})
+    with pytest.raises(SparsekvError, match=f"1 tensors .*the first: {tensor}") if refused else nullcontext():
+        load_model(str(tmp_path), device="cpu")
