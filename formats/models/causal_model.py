@@ -5,10 +5,12 @@ Plain weights are read straight into a GPU's memory, or memory-mapped for a CPU.
 
 import json
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from tempfile import TemporaryDirectory
+from typing import Any, Self, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -136,19 +138,31 @@ def causal_model(
         ) from None
     except _UNREADABLE as error:
         raise SparsekvError(_why_not(error, name, device, dtype)) from None
-    if missing := sorted(loaded[1]["missing_keys"]):
+    if missing := sorted(loaded.missing):
         raise SparsekvError(
             f"model '{name}' lacks {len(missing)} weights of a causal language model (the first: {missing[0]}); "
             "transformers would fill them with random numbers: choose a checkpoint with all of them"
         )
-    model: PreTrainedModel = loaded[0].eval()
-    if ignored := _ignored(model, loaded[1]["unexpected_keys"]):
+    if ignored := sorted(loaded.ignored):
         raise SparsekvError(
-            f"the layers of model '{name}' have {len(ignored)} tensors in the checkpoint that they lack by config.json "
-            f"(the first: {ignored[0]}); transformers would ignore them: correct config.json, or choose another "
-            "checkpoint"
+            f"model '{name}' has {len(ignored)} tensors for layers that lack them by its config (the first: "
+            f"{ignored[0]}); transformers would ignore them: correct the config, or choose another checkpoint"
         )
-    return model
+    return loaded.model.eval()
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model, the names of its weights that are missing in the files, and of the files' tensors that are ignored."""
+
+    model: PreTrainedModel
+    missing: Collection[str]
+    ignored: Collection[str]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, report: dict[str, Any]) -> Self:
+        """Make this from transformers' report."""
+        return cls(model, report["missing_keys"], _ignored(model, report["unexpected_keys"]))
 
 
 def _ignored(model: PreTrainedModel, unexpected: Collection[str]) -> list[str]:
@@ -191,8 +205,8 @@ def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dty
 
 def _loaded(
     folder: Path, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, mapped: Weights | None
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model, and return it with transformers' report of missing and unexpected weights."""
+) -> _Loaded:
+    """Load a model and find the weights that are missing or ignored."""
     how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
     weights = mapped
     if device.type != "cpu":
@@ -200,22 +214,20 @@ def _loaded(
         weights = weights_on(folder, config, device)
     elif weights is None:
         how["device_map"] = device  # without a device, some quantisation methods choose a GPU
+    if (folder / "adapter_config.json").exists():
+        return _with_adapter(folder, how)
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     answers = None
     with suppress(OSError):  # without a readable generation config transformers derives one from the model's config
         answers = GenerationConfig.from_pretrained(folder)
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
-        None, state_dict=weights, generation_config=answers, **how
-    )
-    loaded[0].config.name_or_path = str(folder)
+    loaded = _Loaded.of(*kind.from_pretrained(None, state_dict=weights, generation_config=answers, **how))
+    loaded.model.config.name_or_path = str(folder)
     return loaded
 
 
-def _share(
-    folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _share(folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int) -> _Loaded:
     """Load this rank's part of a model. Transformers reads the weights to the rank's device."""
     from sparsekv.formats.distributed.group import shares_of  # the module imports torch.distributed
 
@@ -225,6 +237,27 @@ def _share(
     )
 
 
-def _from_folder(folder: Path, how: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _from_folder(folder: Path, how: dict[str, Any]) -> _Loaded:
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False, **how)
-    return loaded[0], loaded[1]
+    return _Loaded.of(*loaded)
+
+
+def _with_adapter(folder: Path, how: dict[str, Any]) -> _Loaded:
+    """Load a model, then its adapter. `from_pretrained` loads both, but reports only the adapter's missing weights."""
+    with without_adapter(folder) as base:
+        loaded = _from_folder(base, how)
+    model = loaded.model
+    model.config.name_or_path = str(folder)
+    quantiser = getattr(model, "hf_quantizer", None)
+    added = model.load_adapter(str(folder), use_safetensors=True, dtype=how["dtype"], hf_quantizer=quantiser)
+    return _Loaded(model, {*loaded.missing, *added.missing_keys}, {*loaded.ignored, *added.unexpected_keys})
+
+
+@contextmanager
+def without_adapter(folder: Path) -> Iterator[Path]:
+    """Make a temporary folder with links to a model's files, except those of its adapter."""
+    with TemporaryDirectory() as base:
+        for path in folder.iterdir():
+            if not path.name.startswith("adapter_"):
+                (Path(base) / path.name).symlink_to(path.absolute())
+        yield Path(base)

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.models.causal_model import mapped_weights, weights_on
+from sparsekv.formats.models.causal_model import mapped_weights, weights_on, without_adapter
 from sparsekv.formats.models.load import load_model
 
 GPU = torch.device("cuda", 0)
@@ -131,3 +131,13 @@ def test_tensors_of_layers_that_the_config_denies_are_refused(tmp_path: Path, te
     save_file(load_file(weights) | {tensor: torch.ones(3)}, weights, metadata={"format": "pt"})
     with pytest.raises(SparsekvError, match=f"1 tensors .*the first: {tensor}") if refused else nullcontext():
         load_model(str(tmp_path), device="cpu")
+
+
+def test_a_base_model_is_loaded_without_its_adapter(tmp_path: Path) -> None:
+    """transformers would report the adapter's missing weights alone."""
+    files = {path.name: path.read_bytes() for path in save_tiny(tmp_path).iterdir()}
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    with without_adapter(tmp_path) as base:
+        assert {path.name: path.read_bytes() for path in base.iterdir()} == files
+    assert not base.exists()
