@@ -30,7 +30,7 @@ from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, first_line, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
-FORM = 2
+FORM = 3
 """Version of the code that converts files. Increase the version when a file would be converted otherwise or refused."""
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -237,6 +237,12 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
             raise UsageError(
                 f"has {kind}.{key} = {wanted}, which transformers reads as {found}; use the model's original checkpoint"
             )
+    scalar, channels = getattr(config, "query_pre_attn_scalar", None), getattr(config, "head_dim", None)
+    if scalar != channels and scalar is not None:  # GGUF files have no key for it, and a config's default is not right
+        raise UsageError(
+            f"has heads of {channels} channels, whose logits transformers would scale as those of {scalar} channels; "
+            "use the model's original checkpoint"
+        )
     if not _one(reader, f"{kind}.attention.causal", True):
         raise UsageError("lets tokens attend to later tokens; choose a model that generates text")
     rope = getattr(config, "rope_parameters", None) or {}
