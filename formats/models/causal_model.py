@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.device import device_reader, map_pages, run_beside
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, reason_of
 from sparsekv.formats.models.converted import first_line
 
 INDEX = "model.safetensors.index.json"
@@ -126,6 +126,7 @@ def causal_model(
     for weights in folder.glob("*.safetensors"):
         # Raises a permission error here; safetensors would report a missing file instead.
         weights.open("rb").close()
+    _check_generation_config(folder, name)
     try:
         if ranks > 1:
             loaded = _share(folder, name, config, dtype, ranks)
@@ -190,6 +191,19 @@ def _above(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _check_generation_config(folder: Path, name: str) -> None:
+    """Raise SparsekvError for a damaged generation_config.json, which transformers would ignore."""
+    file = folder / "generation_config.json"
+    try:
+        if file.exists():
+            json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise SparsekvError(
+            f"model '{name}' has a {file.name} that cannot be read ({reason_of(error)}), and the file's EOS tokens end "
+            "answers; get the file again, or delete it"
+        ) from None
+
+
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return an error message, with reason and remedy, for an exception raised while weights were loaded."""
     if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY):
@@ -220,7 +234,7 @@ def _loaded(
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     answers = None
-    with suppress(OSError):  # without a readable generation config transformers derives one from the model's config
+    with suppress(OSError):  # without the file transformers derives the settings from the model's config
         answers = GenerationConfig.from_pretrained(folder)
     loaded = _Loaded.of(*kind.from_pretrained(None, state_dict=weights, generation_config=answers, **how))
     loaded.model.config.name_or_path = str(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_models import FAMILIES, save_tiny
+from support.tiny_models import END, FAMILIES, save_tiny
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -102,12 +102,20 @@ def test_a_model_for_pictures_too_is_left_to_transformers(tmp_path: Path) -> Non
     assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
 
 
-def test_settings_of_answers_that_cannot_be_read_are_the_models_own(tmp_path: Path) -> None:
+def test_without_settings_of_answers_they_are_those_of_the_config(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
-    (folder / "generation_config.json").write_text("{not json")
+    (folder / "generation_config.json").unlink()
     ours, plain = load_model(str(folder), device="cpu").model, AutoModelForCausalLM.from_pretrained(folder)
-    assert ours.generation_config.eos_token_id == plain.generation_config.eos_token_id
-    assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert ours.generation_config.eos_token_id == plain.generation_config.eos_token_id == END
+
+
+@pytest.mark.parametrize("text", ["", "{not json", '{"eos_token_id": [1, 2'])
+def test_damaged_settings_of_answers_are_refused(tmp_path: Path, text: str) -> None:
+    """They name the tokens that end an answer, and transformers would ignore them."""
+    folder = save_tiny(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(SparsekvError, match=r"generation_config\.json that cannot be read .*get the file again"):
+        load_model(str(folder), device="cpu")
 
 
 def test_without_a_gpu_none_are_read_to_it(tmp_path: Path) -> None:
