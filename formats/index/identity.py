@@ -13,7 +13,8 @@ from sparsekv.formats.errors import IdentityError
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity, Weights
 
 # Every config field that changes keys, values or attention in any model family that can be indexed. A test changes each
-# number of these families' configs, and each field without a value, to verify this.
+# number and activation of these families' configs, and each field without a value, to verify this. A dot separates a
+# nested config from its field.
 KV_FIELDS = (
     "model_type",
     "hidden_size",
@@ -32,10 +33,20 @@ KV_FIELDS = (
     "rms_norm_eps",
     "hidden_act",
     "hidden_activation",
+    "activation_function",
+    "mlp_hidden_act",
+    "mamba_hidden_act",
     "num_experts_per_tok",
     "num_experts_per_token",
     "num_expert_group",
     "moe_renormalize",
+    "expert_selection_fn",
+    "shared_expert_combination_strategy",
+    "topk_method",
+    "attn_config.clip_qkv",
+    "ffn_config.ffn_act_fn",
+    "ffn_config.moe_top_k",
+    "ffn_config.moe_normalize_expert_weights",
     "rope_parameters",
     "partial_rotary_factor",
     "layer_rope_theta",
@@ -179,7 +190,8 @@ def identify_model(
         weights: the precision to which weights of linear layers were rounded after loading; None: they were not.
     """
     of_rope = ("max_position_embeddings",) if _positions_scale_rope(config.get("rope_parameters") or {}) else ()
-    kv_config = {field: config[field] for field in (*KV_FIELDS, *of_rope) if config.get(field) is not None}
+    fields = {field: _value(config, field) for field in (*KV_FIELDS, *of_rope)}
+    kv_config: Any = {field: value for field, value in fields.items() if value is not None}
     kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # JSON has no infinite numbers
     quantisation = config.get("quantization_config")
     return ModelIdentity(
@@ -192,6 +204,13 @@ def identify_model(
         quantisation=None if quantisation is None else json.dumps(quantisation, sort_keys=True, default=str),
         weights=weights,
     )
+
+
+def _value(config: Mapping[str, Any], field: str) -> Any:
+    """Return the value of a field of KV_FIELDS; None if the config lacks it."""
+    name, _, of_nested = field.partition(".")
+    value = config.get(name)
+    return _value(value or {}, of_nested) if of_nested else value
 
 
 def _positions_scale_rope(parameters: Mapping[str, Any]) -> bool:

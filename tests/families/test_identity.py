@@ -1,4 +1,5 @@
-"""A number in a config that changes keys or values changes the identity: rows of the other model are not kept then."""
+"""A number or activation in a config that changes keys or values changes the identity: rows of the other model are not
+kept then."""
 
 import copy
 from collections.abc import Iterator
@@ -11,12 +12,13 @@ from huggingface_hub.errors import StrictDataclassError
 from support.causal_families import CHANNELS, families, tiny_config, tiny_model
 from support.small_index import random_ids
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from sparsekv.formats.index.identity import identify_model
 
 from .test_families import TABLE
 
-SOME = ("cohere", "gemma2", "gpt_oss", "granite", "granitemoe", "olmo", "qwen3_moe", "starcoder2")
+SOME = ("cohere", "gemma2", "gpt_oss", "granite", "granitemoe", "jetmoe", "olmo", "qwen3_moe", "starcoder2")
 """Families with multipliers, several norms, experts and clipped rows."""
 NO_NUMBERS = ("output_attentions", "tie_word_embeddings")
 """What a model returns, and which of its weights are one: the identity of the weights has these."""
@@ -36,24 +38,33 @@ def rows(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def changed(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """The config with one of its numbers changed, or the numbers of one of its lists, by the name."""
+    """The config with one of its numbers or activations changed, or the numbers of one of its lists, by the name."""
     for name, value in config.get_text_config().to_dict().items():
         numbers = list(value) if isinstance(value, list | tuple) else [value]
         known = numbers and all(isinstance(one, bool | int | float) for one in numbers)
         if known and not name.endswith("token_id") and name not in NO_NUMBERS:
-            other, new = copy.deepcopy(config), [_another(one) for one in numbers]
-            setattr(other.get_text_config(), name, new if isinstance(value, list | tuple) else new[0])
-            yield name, other
+            new = [_another(one) for one in numbers]
+            yield name, _with(config, name, new if isinstance(value, list | tuple) else new[0])
+        elif isinstance(value, str) and value in ACT2FN:
+            yield name, _with(config, name, "relu" if value == "silu" else "silu")
+        elif name in ("attn_config", "ffn_config"):  # DBRX's
+            nested = getattr(config, name)
+            for other_name, other in changed(nested):
+                yield f"{name}.{other_name}", _with(config, name, other)
 
 
 def given(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
     """The config with a number for one of its fields without a value, by the name."""
     for name, value in config.get_text_config().to_dict().items():
         if value is None and not name.endswith("token_id"):
-            other = copy.deepcopy(config)
             with suppress(StrictDataclassError):  # the field takes no such number
-                setattr(other.get_text_config(), name, 0.1)
-                yield name, other
+                yield name, _with(config, name, 0.1)
+
+
+def _with(config: PreTrainedConfig, name: str, value: Any) -> PreTrainedConfig:
+    other = copy.deepcopy(config)
+    setattr(other.get_text_config(), name, value)
+    return other
 
 
 def _another(value: float) -> float:
