@@ -389,5 +389,7 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentit
     """Return the identity of a tokenizer, with hashes of the tokenizer, its chat template and its special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    template = tokenizer.chat_template
-    return identify_tokenizer(serialized, template if template is None else str(template), tokenizer.special_tokens_map)
+    template, special = tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+    if getattr(tokenizer, "split_special_tokens", False):  # special tokens in texts are then encoded as plain text
+        special["split_special_tokens"] = "true"
+    return identify_tokenizer(serialized, template if template is None else str(template), special)

@@ -63,6 +63,9 @@ def test_tokenizer_special_tokens_and_template_have_hashes_of_their_own() -> Non
     other_end = tiny_tokenizer(None)
     other_end.eos_token = "<|unused|>"
     assert identify(replace(loaded, tokenizer=other_end))[1].special_tokens_hash != plain.special_tokens_hash
+    splitting = tiny_tokenizer(None)
+    splitting.split_special_tokens = True
+    assert identify(replace(loaded, tokenizer=splitting))[1].special_tokens_hash != plain.special_tokens_hash
     more_tokens = tiny_tokenizer(None)
     more_tokens.add_tokens(["sparse"])
     assert identify(replace(loaded, tokenizer=more_tokens))[1].tokenizer_hash != plain.tokenizer_hash
