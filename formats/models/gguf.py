@@ -204,21 +204,23 @@ def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
 
 
 CHECKED = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
-    "context_length": "max_position_embeddings",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "expert_count": "num_local_experts",
+    "block_count": ("num_hidden_layers",),
+    "embedding_length": ("hidden_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "context_length": ("max_position_embeddings",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
 }
 """Settings that determine a model's attention or logits: the key in GGUF files after the architecture's name, and the
-name in transformers' configs."""
+names in transformers' configs."""
 
 
 def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
@@ -230,7 +232,7 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
     kind = str(_one(reader, "general.architecture", ""))
     for key, known in CHECKED.items():
         wanted = _one(reader, f"{kind}.{key}", None)
-        found = getattr(config, known, getattr(config, "num_experts", None) if known == "num_local_experts" else None)
+        found = next((value for name in known if (value := getattr(config, name, None)) is not None), None)
         if key == "attention.key_length" and found is None:
             found = config.hidden_size // config.num_attention_heads
         if wanted is not None and (found is None or abs(float(found) - float(wanted)) > 1e-6 * abs(float(wanted))):

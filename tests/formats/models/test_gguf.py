@@ -22,7 +22,7 @@ from support.tiny_gguf import (
 )
 from support.tiny_models import CHAT_TEMPLATE, COMMON
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, NemotronConfig
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.converted import damaged_files
@@ -182,6 +182,15 @@ def test_a_gemma_whose_logits_transformers_would_scale_otherwise_is_refused(file
         UsageError, match="has heads of 16 channels, whose logits transformers would scale as those of 256"
     ):
         check_config(reader, Gemma2Config(**COMMON, head_dim=16))
+
+
+def test_another_epsilon_than_that_of_the_config_is_refused(tmp_path: Path) -> None:
+    """transformers reads no epsilon of a Nemotron or a Falcon."""
+    changes = {"qwen2.attention.layer_norm_epsilon": 1e-3, "qwen2.attention.layer_norm_rms_epsilon": None}
+    reader = GGUFReader(write_gguf(tmp_path / "odd.gguf", tiny_qwen2(), **changes))
+    check_config(reader, NemotronConfig(**COMMON, norm_eps=1e-3, partial_rotary_factor=1.0))
+    with pytest.raises(UsageError, match=r"attention.layer_norm_epsilon = 0.001.*, which transformers reads as 1e-05"):
+        check_config(reader, NemotronConfig(**COMMON, partial_rotary_factor=1.0))
 
 
 @pytest.mark.parametrize("kept", [0, 3, 40, 4000], ids=["empty", "magic", "header", "cut"])
