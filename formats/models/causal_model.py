@@ -127,6 +127,8 @@ def causal_model(
         # Raises a permission error here; safetensors would report a missing file instead.
         weights.open("rb").close()
     _check_generation_config(folder, name)
+    with suppress(*_UNREADABLE):  # the reason of damaged files is reported when they are loaded
+        _check_shards(folder, name)
     try:
         if ranks > 1:
             loaded = _share(folder, name, config, dtype, ranks)
@@ -189,6 +191,26 @@ def _ignored(model: PreTrainedModel, unexpected: Collection[str]) -> list[str]:
 def _above(name: str) -> str:
     """Return the name of the module that has a module or tensor."""
     return name.rpartition(".")[0]
+
+
+def _check_shards(folder: Path, name: str) -> None:
+    """Raise SparsekvError if two shards have different tensors of the same name, because transformers uses the last.
+
+    Raises the errors of `_UNREADABLE` for damaged files.
+    """
+    first: dict[str, Path] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as shard:
+            for key in shard.keys():  # noqa: SIM118 (it is no mapping)
+                if (other := first.setdefault(key, file)) == file:
+                    continue
+                with safe_open(other, framework="pt") as earlier:
+                    same = torch.equal(earlier.get_tensor(key), shard.get_tensor(key))
+                if not same:
+                    raise SparsekvError(
+                        f"model '{name}' has two different tensors {key}, in {other.name} and {file.name}; get the "
+                        "files again, or choose another checkpoint"
+                    )
 
 
 def _check_generation_config(folder: Path, name: str) -> None:

@@ -141,6 +141,17 @@ def test_tensors_of_layers_that_the_config_denies_are_refused(tmp_path: Path, te
         load_model(str(tmp_path), device="cpu")
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_two_different_tensors_of_a_name_are_refused(tmp_path: Path, factor: float) -> None:
+    folder = _saved(tmp_path / "model", "llama", shards=True)
+    first, *_, last = sorted(folder.glob("*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(last) | {name: factor * tensor}, last, metadata={"format": "pt"})
+    refused = pytest.raises(SparsekvError, match=f"two different tensors {name}, in {first.name} and {last.name}")
+    with nullcontext() if factor == 1 else refused:
+        load_model(str(folder), device="cpu")
+
+
 def test_a_base_model_is_loaded_without_its_adapter(tmp_path: Path) -> None:
     """transformers would report the adapter's missing weights alone."""
     files = {path.name: path.read_bytes() for path in save_tiny(tmp_path).iterdir()}
