@@ -151,7 +151,8 @@ def causal_model(
             f"model '{name}' has {len(ignored)} tensors for layers that lack them by its config (the first: "
             f"{ignored[0]}); transformers would ignore them: correct the config, or choose another checkpoint"
         )
-    return loaded.model.eval()
+    model: PreTrainedModel = loaded.model.eval()
+    return model
 
 
 @dataclass(frozen=True)
