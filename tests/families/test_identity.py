@@ -112,6 +112,17 @@ def test_positions_that_give_rope_its_factor_change_the_identity(rope: dict[str,
     _check("llama", rope_parameters={"rope_theta": 1e4, "original_max_position_embeddings": 16, **rope})
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}),
+        ("falcon_h1", {"mamba_rms_norm": True}),
+    ],
+)
+def test_what_changes_rows_with_a_setting_alone_changes_the_identity(family: str, changes: dict[str, Any]) -> None:
+    _check(family, **changes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [name for name, right in TABLE.items() if right.strip() and name in families() and name not in SOME]
