@@ -13,7 +13,8 @@ from sparsekv.formats.errors import IdentityError
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity, Weights
 
 # Every config field that changes keys, values or attention in any model family that can be indexed. A test changes each
-# number of these families' configs, and each field without a value, to verify this.
+# number and activation of these families' configs, and each field without a value, to verify this. A dot separates a
+# nested config from its field.
 KV_FIELDS = (
     "model_type",
     "hidden_size",
@@ -32,10 +33,21 @@ KV_FIELDS = (
     "rms_norm_eps",
     "hidden_act",
     "hidden_activation",
+    "activation_function",
+    "mlp_hidden_act",
+    "mamba_hidden_act",
     "num_experts_per_tok",
     "num_experts_per_token",
+    "top_k_experts",
     "num_expert_group",
     "moe_renormalize",
+    "expert_selection_fn",
+    "shared_expert_combination_strategy",
+    "topk_method",
+    "attn_config.clip_qkv",
+    "ffn_config.ffn_act_fn",
+    "ffn_config.moe_top_k",
+    "ffn_config.moe_normalize_expert_weights",
     "rope_parameters",
     "partial_rotary_factor",
     "layer_rope_theta",
@@ -57,6 +69,7 @@ KV_FIELDS = (
     "ssm_out_multiplier",
     "ssm_multipliers",
     "mlp_multipliers",
+    "mamba_norm_before_gate",
     "mamba_chunk_size",
     "chunk_size",
     "time_step_min",
@@ -178,7 +191,9 @@ def identify_model(
         weights_hash: the result of `fingerprint_weights`, for weights as in the checkpoint.
         weights: the precision to which weights of linear layers were rounded after loading; None: they were not.
     """
-    kv_config = {field: config[field] for field in KV_FIELDS if config.get(field) is not None}
+    of_rope = ("max_position_embeddings",) if _positions_scale_rope(config.get("rope_parameters") or {}) else ()
+    fields = {field: _value(config, field) for field in (*KV_FIELDS, *of_rope)}
+    kv_config: Any = {field: value for field, value in fields.items() if value is not None}
     kv_config = json.loads(json.dumps(kv_config), parse_constant=str)  # JSON has no infinite numbers
     quantisation = config.get("quantization_config")
     return ModelIdentity(
@@ -191,6 +206,20 @@ def identify_model(
         quantisation=None if quantisation is None else json.dumps(quantisation, sort_keys=True, default=str),
         weights=weights,
     )
+
+
+def _value(config: Mapping[str, Any], field: str) -> Any:
+    """Return the value of a field of KV_FIELDS; None if the config lacks it."""
+    name, _, of_nested = field.partition(".")
+    value = config.get(name)
+    return _value(value or {}, of_nested) if of_nested else value
+
+
+def _positions_scale_rope(parameters: Mapping[str, Any]) -> bool:
+    """Whether keys depend on `max_position_embeddings`: longrope and YaRN without a factor divide it by the original
+    number of positions."""
+    kinds = [parameters, *(of_layers for of_layers in parameters.values() if isinstance(of_layers, Mapping))]
+    return any(kind.get("rope_type") in ("longrope", "yarn") and kind.get("factor") is None for kind in kinds)
 
 
 def identify_tokenizer(

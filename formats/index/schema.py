@@ -203,7 +203,8 @@ class ModelIdentity(Record):
         revision: commit of a hub model; None for any other model.
         config_hash: hash of `kv_config`.
         weights_hash: hash of a sample of the checkpoint's weights, before weights were rounded to `weights`.
-        adapter: the names of the model's adapters, joined by commas; None without adapters.
+        adapter: the names of the model's adapters, each with a hash of its settings, joined by commas; None without
+            adapters.
         quantisation: the quantisation of the checkpoint's config, as JSON; None if the checkpoint is not quantised.
     """
 

@@ -5,17 +5,21 @@ Plain weights are read straight into a GPU's memory, or memory-mapped for a CPU.
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from tempfile import TemporaryDirectory
+from typing import Any, Self, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.device import device_reader, map_pages, run_beside
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import SparsekvError, reason_of
 from sparsekv.formats.models.converted import first_line
 
 INDEX = "model.safetensors.index.json"
@@ -122,6 +126,9 @@ def causal_model(
     for weights in folder.glob("*.safetensors"):
         # Raises a permission error here; safetensors would report a missing file instead.
         weights.open("rb").close()
+    _check_generation_config(folder, name)
+    with suppress(*_UNREADABLE):  # the reason of damaged files is reported when they are loaded
+        _check_shards(folder, name)
     try:
         if ranks > 1:
             loaded = _share(folder, name, config, dtype, ranks)
@@ -134,13 +141,90 @@ def causal_model(
         ) from None
     except _UNREADABLE as error:
         raise SparsekvError(_why_not(error, name, device, dtype)) from None
-    if missing := sorted(loaded[1]["missing_keys"]):
+    if missing := sorted(loaded.missing):
         raise SparsekvError(
             f"model '{name}' lacks {len(missing)} weights of a causal language model (the first: {missing[0]}); "
             "transformers would fill them with random numbers: choose a checkpoint with all of them"
         )
-    model: PreTrainedModel = loaded[0].eval()
+    if ignored := sorted(loaded.ignored):
+        raise SparsekvError(
+            f"model '{name}' has {len(ignored)} tensors for layers that lack them by its config (the first: "
+            f"{ignored[0]}); transformers would ignore them: correct the config, or choose another checkpoint"
+        )
+    model: PreTrainedModel = loaded.model.eval()
     return model
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model, the names of its weights that are missing in the files, and of the files' tensors that are ignored."""
+
+    model: PreTrainedModel
+    missing: Collection[str]
+    ignored: Collection[str]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, report: dict[str, Any]) -> Self:
+        """Make this from transformers' report."""
+        return cls(model, report["missing_keys"], _ignored(model, report["unexpected_keys"]))
+
+
+def _ignored(model: PreTrainedModel, unexpected: Collection[str]) -> list[str]:
+    """Return the tensors of a checkpoint that belong to a layer of the model but not to its architecture, such as a
+    bias that the config denies.
+
+    Other unexpected tensors do not change logits: those of a vision tower, or buffers such as masks. Quantised layers
+    may have scales that they do not need.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        return []
+    modules = dict(model.named_modules())
+    blocks = [f"{name}." for name, module in modules.items() if isinstance(modules.get(_above(name)), nn.ModuleList)]
+
+    def counts(key: str) -> bool:
+        if (holder := modules.get(_above(key))) is not None:
+            return not any(holder.children()) and any(True for _ in holder.parameters())
+        return key.endswith((".weight", ".bias")) and key.startswith(tuple(blocks))
+
+    return sorted(filter(counts, unexpected))
+
+
+def _above(name: str) -> str:
+    """Return the name of the module that has a module or tensor."""
+    return name.rpartition(".")[0]
+
+
+def _check_shards(folder: Path, name: str) -> None:
+    """Raise SparsekvError if two shards have different tensors of the same name, because transformers uses the last.
+
+    Raises the errors of `_UNREADABLE` for damaged files.
+    """
+    first: dict[str, Path] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as shard:
+            for key in shard.keys():  # noqa: SIM118 (it is no mapping)
+                if (other := first.setdefault(key, file)) == file:
+                    continue
+                with safe_open(other, framework="pt") as earlier:
+                    same = torch.equal(earlier.get_tensor(key), shard.get_tensor(key))
+                if not same:
+                    raise SparsekvError(
+                        f"model '{name}' has two different tensors {key}, in {other.name} and {file.name}; get the "
+                        "files again, or choose another checkpoint"
+                    )
+
+
+def _check_generation_config(folder: Path, name: str) -> None:
+    """Raise SparsekvError for a damaged generation_config.json, which transformers would ignore."""
+    file = folder / "generation_config.json"
+    try:
+        if file.exists():
+            json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise SparsekvError(
+            f"model '{name}' has a {file.name} that cannot be read ({reason_of(error)}), and the file's EOS tokens end "
+            "answers; get the file again, or delete it"
+        ) from None
 
 
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -158,8 +242,8 @@ def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dty
 
 def _loaded(
     folder: Path, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, mapped: Weights | None
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model, and return it with transformers' report of missing and unexpected weights."""
+) -> _Loaded:
+    """Load a model and find the weights that are missing or ignored."""
     how: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
     weights = mapped
     if device.type != "cpu":
@@ -167,22 +251,20 @@ def _loaded(
         weights = weights_on(folder, config, device)
     elif weights is None:
         how["device_map"] = device  # without a device, some quantisation methods choose a GPU
+    if (folder / "adapter_config.json").exists():
+        return _with_adapter(folder, how)
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     answers = None
-    with suppress(OSError):  # without a readable generation config transformers derives one from the model's config
+    with suppress(OSError):  # without the file transformers derives the settings from the model's config
         answers = GenerationConfig.from_pretrained(folder)
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(
-        None, state_dict=weights, generation_config=answers, **how
-    )
-    loaded[0].config.name_or_path = str(folder)
+    loaded = _Loaded.of(*kind.from_pretrained(None, state_dict=weights, generation_config=answers, **how))
+    loaded.model.config.name_or_path = str(folder)
     return loaded
 
 
-def _share(
-    folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _share(folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype, ranks: int) -> _Loaded:
     """Load this rank's part of a model. Transformers reads the weights to the rank's device."""
     from sparsekv.formats.distributed.group import shares_of  # the module imports torch.distributed
 
@@ -192,6 +274,27 @@ def _share(
     )
 
 
-def _from_folder(folder: Path, how: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _from_folder(folder: Path, how: dict[str, Any]) -> _Loaded:
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False, **how)
-    return loaded[0], loaded[1]
+    return _Loaded.of(*loaded)
+
+
+def _with_adapter(folder: Path, how: dict[str, Any]) -> _Loaded:
+    """Load a model, then its adapter. `from_pretrained` loads both, but reports only the adapter's missing weights."""
+    with without_adapter(folder) as base:
+        loaded = _from_folder(base, how)
+    model = loaded.model
+    model.config.name_or_path = str(folder)
+    quantiser = getattr(model, "hf_quantizer", None)
+    added = model.load_adapter(str(folder), use_safetensors=True, dtype=how["dtype"], hf_quantizer=quantiser)
+    return _Loaded(model, {*loaded.missing, *added.missing_keys}, {*loaded.ignored, *added.unexpected_keys})
+
+
+@contextmanager
+def without_adapter(folder: Path) -> Iterator[Path]:
+    """Make a temporary folder with links to a model's files, except those of its adapter."""
+    with TemporaryDirectory() as base:
+        for path in folder.iterdir():
+            if not path.name.startswith("adapter_"):
+                (Path(base) / path.name).symlink_to(path.absolute())
+        yield Path(base)

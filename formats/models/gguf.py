@@ -30,7 +30,7 @@ from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, first_line, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
-FORM = 2
+FORM = 3
 """Version of the code that converts files. Increase the version when a file would be converted otherwise or refused."""
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -204,21 +204,23 @@ def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
 
 
 CHECKED = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
-    "context_length": "max_position_embeddings",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "expert_count": "num_local_experts",
+    "block_count": ("num_hidden_layers",),
+    "embedding_length": ("hidden_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "context_length": ("max_position_embeddings",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
 }
 """Settings that determine a model's attention or logits: the key in GGUF files after the architecture's name, and the
-name in transformers' configs."""
+names in transformers' configs."""
 
 
 def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
@@ -230,13 +232,19 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
     kind = str(_one(reader, "general.architecture", ""))
     for key, known in CHECKED.items():
         wanted = _one(reader, f"{kind}.{key}", None)
-        found = getattr(config, known, getattr(config, "num_experts", None) if known == "num_local_experts" else None)
+        found = next((value for name in known if (value := getattr(config, name, None)) is not None), None)
         if key == "attention.key_length" and found is None:
             found = config.hidden_size // config.num_attention_heads
         if wanted is not None and (found is None or abs(float(found) - float(wanted)) > 1e-6 * abs(float(wanted))):
             raise UsageError(
                 f"has {kind}.{key} = {wanted}, which transformers reads as {found}; use the model's original checkpoint"
             )
+    scalar, channels = getattr(config, "query_pre_attn_scalar", None), getattr(config, "head_dim", None)
+    if scalar != channels and scalar is not None:  # GGUF files have no key for it, and a config's default is not right
+        raise UsageError(
+            f"has heads of {channels} channels, whose logits transformers would scale as those of {scalar} channels; "
+            "use the model's original checkpoint"
+        )
     if not _one(reader, f"{kind}.attention.causal", True):
         raise UsageError("lets tokens attend to later tokens; choose a model that generates text")
     rope = getattr(config, "rope_parameters", None) or {}

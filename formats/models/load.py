@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -350,16 +350,46 @@ def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelI
         fingerprint = loaded.weights_hash or fingerprint_weights(model.state_dict().items())
     else:
         fingerprint, config["quantization_config"] = checkpoint.fingerprint(), checkpoint.settings
-    adapter = ",".join(sorted(adapters)) if adapters else None
+    adapter = ",".join(_named_adapter(*adapter) for adapter in sorted(adapters.items())) if adapters else None
     model_identity = identify_model(loaded.name, loaded.revision, config, fingerprint, adapter, loaded.weights)
     if index is not None and loaded.tokenizer_files is not None and index.tokenizer_files == loaded.tokenizer_files:
         return model_identity, index.tokenizer
     return model_identity, tokenizer_identity(loaded.tokenizer)
 
 
+OF_NO_EFFECT = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
+"""Settings of an adapter that do not change its effect on rows."""
+
+
+def _named_adapter(name: str, settings: Any) -> str:
+    """Return an adapter's name and a short hash of its settings, such as LoRA's alpha, which is no weight.
+
+    Settings with their default are left out, because a later version of peft may have more of them.
+    """
+    other = {
+        one.name: _plain(value)
+        for one in fields(settings)
+        if one.name not in OF_NO_EFFECT and (value := getattr(settings, one.name)) != _default(one)
+    }
+    return f"{name} {hash_json(other)[:12]}"
+
+
+def _default(setting: "Field[Any]") -> Any:
+    return setting.default if setting.default_factory is MISSING else setting.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    """Convert a setting to a value that JSON has; the elements of a set are sorted."""
+    if isinstance(value, set):
+        return sorted(value)
+    return value if isinstance(value, dict | list | float | int) else str(value)
+
+
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:
     """Return the identity of a tokenizer, with hashes of the tokenizer, its chat template and its special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    template = tokenizer.chat_template
-    return identify_tokenizer(serialized, template if template is None else str(template), tokenizer.special_tokens_map)
+    template, special = tokenizer.chat_template, dict(tokenizer.special_tokens_map)
+    if getattr(tokenizer, "split_special_tokens", False):  # special tokens in texts are then encoded as plain text
+        special["split_special_tokens"] = "true"
+    return identify_tokenizer(serialized, template if template is None else str(template), special)

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sparsekv.formats.errors import LEAVE_OUT, UsageError
 
-STRETCHED = ("linear", "llama3", "longrope", "yarn")
-"""RoPE types whose `factor` times the original number of positions is a model's number of positions."""
+STRETCHED = ("linear", "longrope", "yarn")
+"""RoPE types whose `factor` times the original number of positions is a model's number of positions.
+
+`llama3` is none of them: Llama 3.2 has a factor of 32 and 8,192 original positions, but 131,072 positions.
+"""
 
 if TYPE_CHECKING:  # transformers takes a second to import
     from transformers import PreTrainedConfig

@@ -95,9 +95,9 @@ def quantise_linears(model: PreTrainedModel, bits: int) -> float:
 
 
 def _is_plain_linear(name: str, module: nn.Module) -> bool:
-    """Whether a module is a linear layer, not named router or gate, of weights neither quantised nor sharded."""
-    leaf = name.rpartition(".")[2]
-    if leaf.endswith("gate") or "router" in leaf:
+    """Whether a module is a linear layer, not of a router or gate, of weights neither quantised nor sharded."""
+    *above, leaf = name.split(".")
+    if leaf.endswith("gate") or "gate" in above or any("router" in part for part in (*above, leaf)):
         return False
     kind = type(module)
     linear = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward

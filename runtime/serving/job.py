@@ -1,8 +1,10 @@
 """State of one request in the scheduler: callbacks for the engine, stop strings, and delivered pieces of the answer."""
 
+import json
 import time
 from collections.abc import Callable
 
+from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.engine import Request, Sequence, TokenLogprobs
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -138,6 +140,22 @@ class Job:
         usage = None if finish is None else self.usage
         self.channel.put(Piece(text, tuple(self._tokens), tuple(self._logprobs), finish, usage))
         self._tokens, self._logprobs = [], []
+
+
+def check_stops(index: OpenIndex, stops: tuple[str, ...]) -> None:
+    """Raise UsageError for a stop string that is empty, or that has other text beside a special token.
+
+    No answer would end at the latter, because special tokens are no part of an answer's text.
+    """
+    if not all(stops):
+        raise UsageError("a stop string is empty; leave it out")
+    special = {token.content for token in index.tokenizer.added_tokens_decoder.values() if token.special}
+    for stop in set(stops) - special:
+        if inside := sorted(token for token in special if token in stop):
+            raise UsageError(
+                f"the stop string {json.dumps(stop)} has more than the special token {inside[0]}, and special tokens "
+                f"are no part of an answer's text, so no answer ends there; give {inside[0]} alone"
+            )
 
 
 def _special_tokens(index: OpenIndex, stops: tuple[str, ...]) -> set[int]:

@@ -20,7 +20,7 @@ from sparsekv.runtime.cache.kept_turns import TurnStore
 from sparsekv.runtime.decoding.answer import answer_room
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.threads import exclusive, refuse_callback
-from sparsekv.runtime.serving.job import Job
+from sparsekv.runtime.serving.job import Job, check_stops
 from sparsekv.runtime.serving.lane import Lane
 from sparsekv.runtime.serving.stream import Stream, refuse_fork
 from sparsekv.runtime.serving.submission import QueueFullError, Submission
@@ -419,6 +419,6 @@ def _check(index: OpenIndex, request: Submission) -> None:
         raise UsageError(f"a timeout of {request.timeout} s: give more than 0")
     if request.logprobs is not None and request.logprobs < 0:
         raise UsageError(f"log-probabilities of {request.logprobs} tokens: give 0 or more")
-    if not all(request.stop):
-        raise UsageError("a stop string is empty; leave it out")
+    if request.stop:
+        check_stops(index, request.stop)
     answer_room(index, index.split.tokens + len(tokens))

@@ -1,21 +1,24 @@
-"""A number in a config that changes keys or values changes the identity: rows of the other model are not kept then."""
+"""A number or activation in a config that changes keys or values changes the identity: rows of the other model are not
+kept then."""
 
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from support.causal_families import families, tiny_config, tiny_model
+from support.causal_families import CHANNELS, families, tiny_config, tiny_model
 from support.small_index import random_ids
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from sparsekv.formats.index.identity import identify_model
 
 from .test_families import TABLE
 
-SOME = ("cohere", "gemma2", "gpt_oss", "granite", "granitemoe", "olmo", "qwen3_moe", "starcoder2")
+SOME = ("cohere", "gemma2", "gpt_oss", "granite", "granitemoe", "jetmoe", "olmo", "qwen3_moe", "starcoder2")
 """Families with multipliers, several norms, experts and clipped rows."""
 NO_NUMBERS = ("output_attentions", "tie_word_embeddings")
 """What a model returns, and which of its weights are one: the identity of the weights has these."""
@@ -35,24 +38,33 @@ def rows(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def changed(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """The config with one of its numbers changed, or the numbers of one of its lists, by the name."""
+    """The config with one of its numbers or activations changed, or the numbers of one of its lists, by the name."""
     for name, value in config.get_text_config().to_dict().items():
         numbers = list(value) if isinstance(value, list | tuple) else [value]
         known = numbers and all(isinstance(one, bool | int | float) for one in numbers)
         if known and not name.endswith("token_id") and name not in NO_NUMBERS:
-            other, new = copy.deepcopy(config), [_another(one) for one in numbers]
-            setattr(other.get_text_config(), name, new if isinstance(value, list | tuple) else new[0])
-            yield name, other
+            new = [_another(one) for one in numbers]
+            yield name, _with(config, name, new if isinstance(value, list | tuple) else new[0])
+        elif isinstance(value, str) and value in ACT2FN:
+            yield name, _with(config, name, "relu" if value == "silu" else "silu")
+        elif name in ("attn_config", "ffn_config"):  # DBRX's
+            nested = getattr(config, name)
+            for other_name, other in changed(nested):
+                yield f"{name}.{other_name}", _with(config, name, other)
 
 
 def given(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
     """The config with a number for one of its fields without a value, by the name."""
     for name, value in config.get_text_config().to_dict().items():
         if value is None and not name.endswith("token_id"):
-            other = copy.deepcopy(config)
             with suppress(StrictDataclassError):  # the field takes no such number
-                setattr(other.get_text_config(), name, 0.1)
-                yield name, other
+                yield name, _with(config, name, 0.1)
+
+
+def _with(config: PreTrainedConfig, name: str, value: Any) -> PreTrainedConfig:
+    other = copy.deepcopy(config)
+    setattr(other.get_text_config(), name, value)
+    return other
 
 
 def _another(value: float) -> float:
@@ -63,9 +75,9 @@ def identity(config: PreTrainedConfig) -> str:
     return identify_model("tiny", None, config.get_text_config().to_dict(), "weights", None).config_hash
 
 
-def _check(family: str) -> None:
+def _check(family: str, **changes: Any) -> None:
     try:
-        config = tiny_config(family)
+        config = tiny_config(family, **changes)
         model = tiny_model(config)
     except Exception:  # an older transformers makes no tiny model of the family: the sweep tells it
         return
@@ -86,6 +98,29 @@ def _check(family: str) -> None:
 @pytest.mark.parametrize("family", [name for name in SOME if name in families()])
 def test_what_changes_rows_changes_the_identity(family: str) -> None:
     _check(family)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": None},
+        {"rope_type": "longrope", "short_factor": [1.5] * (CHANNELS // 2), "long_factor": [2.0] * (CHANNELS // 2)},
+    ],
+    ids=["yarn", "longrope"],
+)
+def test_positions_that_give_rope_its_factor_change_the_identity(rope: dict[str, Any]) -> None:
+    _check("llama", rope_parameters={"rope_theta": 1e4, "original_max_position_embeddings": 16, **rope})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}),
+        ("falcon_h1", {"mamba_rms_norm": True}),
+    ],
+)
+def test_what_changes_rows_with_a_setting_alone_changes_the_identity(family: str, changes: dict[str, Any]) -> None:
+    _check(family, **changes)
 
 
 @pytest.mark.slow

@@ -81,9 +81,11 @@ def test_names_and_shapes_count(change: Any) -> None:
 
 @pytest.mark.parametrize("field", KV_FIELDS)
 def test_each_config_field_that_shapes_keys_counts(field: str) -> None:
-    changed = identity(CONFIG | {field: "another value"})
+    name, _, of_nested = field.partition(".")
+    value = {"another": "value"}
+    changed = identity(CONFIG | {name: {of_nested: value} if of_nested else value})
     assert changed.config_hash != identity().config_hash
-    assert changed.kv_config[field] == "another value"
+    assert changed.kv_config[field] == value
 
 
 def test_other_config_fields_do_not_count() -> None:

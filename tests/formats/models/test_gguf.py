@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader
 from support.command import run_here
 from support.tiny_gguf import (
     END,
@@ -19,14 +20,14 @@ from support.tiny_gguf import (
     torch_equal,
     write_gguf,
 )
-from support.tiny_models import CHAT_TEMPLATE
+from support.tiny_models import CHAT_TEMPLATE, COMMON
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, NemotronConfig
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.converted import damaged_files
 from sparsekv.formats.models.find import find_model
-from sparsekv.formats.models.gguf import _pre_tokenizer
+from sparsekv.formats.models.gguf import _pre_tokenizer, check_config
 from sparsekv.formats.models.load import load_model, load_tokenizer, pull
 
 TEXT = "The thesis: 12 things, 345 more, and what they're for.\n\n  def f(x):\n\treturn x ** 2\n" * 12
@@ -171,6 +172,25 @@ def test_what_would_be_read_wrongly_is_refused(changes: dict[str, Any], told: st
     assert "\n" not in str(error.value)
     assert [one.suffix for one in (tmp_path / "cache" / "models" / "gguf").iterdir() if one.is_dir()] == []
     assert file.exists()
+
+
+def test_a_gemma_whose_logits_transformers_would_scale_otherwise_is_refused(file: Path) -> None:
+    """As Gemma 2 with 27 billion weights, whose heads have 128 channels: transformers assumes 256."""
+    reader = GGUFReader(file)
+    check_config(reader, Gemma2Config(**COMMON, head_dim=16, query_pre_attn_scalar=16))
+    with pytest.raises(
+        UsageError, match="has heads of 16 channels, whose logits transformers would scale as those of 256"
+    ):
+        check_config(reader, Gemma2Config(**COMMON, head_dim=16))
+
+
+def test_another_epsilon_than_that_of_the_config_is_refused(tmp_path: Path) -> None:
+    """transformers reads no epsilon of a Nemotron or a Falcon."""
+    changes = {"qwen2.attention.layer_norm_epsilon": 1e-3, "qwen2.attention.layer_norm_rms_epsilon": None}
+    reader = GGUFReader(write_gguf(tmp_path / "odd.gguf", tiny_qwen2(), **changes))
+    check_config(reader, NemotronConfig(**COMMON, norm_eps=1e-3, partial_rotary_factor=1.0))
+    with pytest.raises(UsageError, match=r"attention.layer_norm_epsilon = 0.001.*, which transformers reads as 1e-05"):
+        check_config(reader, NemotronConfig(**COMMON, partial_rotary_factor=1.0))
 
 
 @pytest.mark.parametrize("kept", [0, 3, 40, 4000], ids=["empty", "magic", "header", "cut"])

@@ -1,7 +1,8 @@
 """The identity of a loaded model: the same for the same model, another one for anything that changes K and V."""
 
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -62,16 +63,40 @@ def test_tokenizer_special_tokens_and_template_have_hashes_of_their_own() -> Non
     other_end = tiny_tokenizer(None)
     other_end.eos_token = "<|unused|>"
     assert identify(replace(loaded, tokenizer=other_end))[1].special_tokens_hash != plain.special_tokens_hash
+    splitting = tiny_tokenizer(None)
+    splitting.split_special_tokens = True
+    assert identify(replace(loaded, tokenizer=splitting))[1].special_tokens_hash != plain.special_tokens_hash
     more_tokens = tiny_tokenizer(None)
     more_tokens.add_tokens(["sparse"])
     assert identify(replace(loaded, tokenizer=more_tokens))[1].tokenizer_hash != plain.tokenizer_hash
 
 
-def test_adapters_are_named() -> None:
+@dataclass
+class Adapter:
+    """An adapter's settings, as peft has them."""
+
+    lora_alpha: int = 8
+    target_modules: set[str] = field(default_factory=set)
+    base_model_name_or_path: str | None = None
+
+
+def _adapter(**adapters: Adapter) -> str | None:
     loaded = _loaded()
-    assert identify(loaded)[0].adapter is None
-    loaded.model.peft_config = {"style": None, "facts": None}
-    assert identify(loaded)[0].adapter == "facts,style"
+    loaded.model.peft_config = adapters
+    return identify(loaded)[0].adapter
+
+
+def test_adapters_are_known_by_their_names_and_settings() -> None:
+    """The alpha of LoRA changes keys, and is no weight."""
+    assert identify(_loaded())[0].adapter is None
+    plain, named = _adapter(facts=Adapter()), _adapter(style=Adapter(), facts=Adapter(lora_alpha=9))
+    assert plain is not None
+    assert re.fullmatch("facts [0-9a-f]{12}", plain)
+    assert named is not None
+    assert re.fullmatch("facts [0-9a-f]{12},style [0-9a-f]{12}", named)
+    assert _adapter(facts=Adapter(base_model_name_or_path="elsewhere")) == plain
+    others = {_adapter(facts=Adapter(lora_alpha=9)), _adapter(facts=Adapter(target_modules={"q", "k"})), plain}
+    assert len(others) == 3
 
 
 def test_a_tokenizer_of_the_files_that_an_index_names_is_its_own_and_others_are_compared() -> None:

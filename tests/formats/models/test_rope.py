@@ -131,7 +131,7 @@ def stretched(kind: str, **more: object) -> PreTrainedConfig:
     [
         (stretched("yarn"), 400),
         (stretched("linear"), 400),
-        (stretched("llama3", low_freq_factor=1.0, high_freq_factor=4.0), 400),
+        (stretched("llama3", low_freq_factor=1.0, high_freq_factor=4.0), 100),
         (stretched("dynamic"), 100),
         (stretched("yarn", original_max_position_embeddings=20), 100),
         (FAMILIES["gpt-oss"]().config, POSITIONS),

@@ -1,11 +1,13 @@
 """Weights that are read to a GPU, or mapped for a CPU, make the model that transformers makes of the same folder."""
 
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_models import FAMILIES, save_tiny
+from safetensors.torch import load_file, save_file
+from support.tiny_models import END, FAMILIES, save_tiny
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,7 +18,7 @@ from transformers import (
 )
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.formats.models.causal_model import mapped_weights, weights_on
+from sparsekv.formats.models.causal_model import mapped_weights, weights_on, without_adapter
 from sparsekv.formats.models.load import load_model
 
 GPU = torch.device("cuda", 0)
@@ -100,14 +102,61 @@ def test_a_model_for_pictures_too_is_left_to_transformers(tmp_path: Path) -> Non
     assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
 
 
-def test_settings_of_answers_that_cannot_be_read_are_the_models_own(tmp_path: Path) -> None:
+def test_without_settings_of_answers_they_are_those_of_the_config(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
-    (folder / "generation_config.json").write_text("{not json")
+    (folder / "generation_config.json").unlink()
     ours, plain = load_model(str(folder), device="cpu").model, AutoModelForCausalLM.from_pretrained(folder)
-    assert ours.generation_config.eos_token_id == plain.generation_config.eos_token_id
-    assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert ours.generation_config.eos_token_id == plain.generation_config.eos_token_id == END
+
+
+@pytest.mark.parametrize("text", ["", "{not json", '{"eos_token_id": [1, 2'])
+def test_damaged_settings_of_answers_are_refused(tmp_path: Path, text: str) -> None:
+    """They name the tokens that end an answer, and transformers would ignore them."""
+    folder = save_tiny(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(SparsekvError, match=r"generation_config\.json that cannot be read .*get the file again"):
+        load_model(str(folder), device="cpu")
 
 
 def test_without_a_gpu_none_are_read_to_it(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     assert weights_on(folder, AutoConfig.from_pretrained(folder), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "refused"),
+    [
+        ("model.layers.1.self_attn.q_proj.bias", True),
+        ("model.layers.1.self_attn.q_norm.weight", True),
+        ("model.norm.bias", True),
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", False),
+        ("model.layers.1.self_attn.masked_bias", False),
+        ("vision.layers.1.self_attn.q_proj.bias", False),
+    ],
+)
+def test_tensors_of_layers_that_the_config_denies_are_refused(tmp_path: Path, tensor: str, refused: bool) -> None:
+    weights = save_tiny(tmp_path) / "model.safetensors"
+    save_file(load_file(weights) | {tensor: torch.ones(3)}, weights, metadata={"format": "pt"})
+    with pytest.raises(SparsekvError, match=f"1 tensors .*the first: {tensor}") if refused else nullcontext():
+        load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_two_different_tensors_of_a_name_are_refused(tmp_path: Path, factor: float) -> None:
+    folder = _saved(tmp_path / "model", "llama", shards=True)
+    first, *_, last = sorted(folder.glob("*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(last) | {name: factor * tensor}, last, metadata={"format": "pt"})
+    refused = pytest.raises(SparsekvError, match=f"two different tensors {name}, in {first.name} and {last.name}")
+    with nullcontext() if factor == 1 else refused:
+        load_model(str(folder), device="cpu")
+
+
+def test_a_base_model_is_loaded_without_its_adapter(tmp_path: Path) -> None:
+    """transformers would report the adapter's missing weights alone."""
+    files = {path.name: path.read_bytes() for path in save_tiny(tmp_path).iterdir()}
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    with without_adapter(tmp_path) as base:
+        assert {path.name: path.read_bytes() for path in base.iterdir()} == files
+    assert not base.exists()

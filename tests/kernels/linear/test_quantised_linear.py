@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.causal_families import tiny_config, tiny_model
 from support.kernel_runs import DEVICE
 from support.random_tensors import normal
 from support.reference import assert_close
@@ -68,6 +69,14 @@ def test_routers_gates_and_fused_experts_stay() -> None:
     rounded = sum(one.numel() for name, one in before.items() if name not in after and one.ndim == 2)
     left = sum(one.numel() for name, one in after.items() if name != "model.embed_tokens.weight")
     assert share == pytest.approx(rounded / (rounded + left))
+
+
+@pytest.mark.parametrize(("family", "router"), [("jetmoe", "mlp.router.layer"), ("hunyuan_v1_moe", "mlp.gate.wg")])
+def test_linear_layers_within_routers_stay(family: str, router: str) -> None:
+    model = tiny_model(tiny_config(family))
+    quantise_linears(model, 8)
+    assert type(model.get_submodule(f"model.layers.0.{router}")) is nn.Linear
+    assert isinstance(model.get_output_embeddings(), QuantisedLinear)
 
 
 @by_bits

@@ -83,6 +83,12 @@ def test_an_answer_ends_at_a_special_token_that_is_a_stop_string(served: Served,
     assert pieces[-1].finish == "stop"
 
 
+@pytest.mark.parametrize("stop", ["<|start|>user", "\n<|end|>", "<|end|><|start|>"])
+def test_a_stop_string_that_no_answer_can_have_is_refused(served: Served, make: Make, stop: str) -> None:
+    with pytest.raises(UsageError, match=r"stop string .* has more than the special token <\|(start|end)\|>.* alone"):
+        make().submit(Submission("a", ALL, question(1), Sampling(5), ("never seen", stop)))
+
+
 def test_log_probabilities_are_those_of_the_logits(served: Served, make: Make) -> None:
     """Whatever the temperature."""
     index, scheduler = served.indices["a"], make()
