@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.formats.documents.prompt import end_of_turn
@@ -17,71 +17,82 @@ from sparsekv.runtime.decoding.open import OpenIndex, embeddings_of
 from sparsekv.runtime.sources.places import Source
 
 LONGEST = 32
-"""A `Streamer` shortens its token cache, if it can, whenever the cache's number of tokens is a multiple of this."""
+"""A `Streamer` drops tokens that it no longer needs, if it can, whenever their number is a multiple of this."""
+INCOMPLETE = "\ufffd"
+"""Text of the first bytes of a character, until a later token has the others."""
 
 
-class Streamer(TextStreamer):
+class Streamer:
     """Decodes an answer token by token, and passes the text to a callback piece by piece.
 
     A new token is decoded together with the last tokens only, so the time per token does not grow with the answer's
-    length.
+    length. Text is passed on at once, except an incomplete character.
 
     Args:
         on_text: the callback.
         ends: ids of EOS tokens, which are left out of the text.
+
+    Attributes:
+        tokens: the last tokens, which are decoded together.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], ends: Collection[int] = ()):
-        super().__init__(tokenizer, skip_special_tokens=True)
-        self.on_text, self.ends = on_text, ends
+        self.tokenizer, self.on_text, self.ends = tokenizer, on_text, ends
+        self.tokens = list[int]()
+        self._passed = 0  # characters of the text of `tokens`
 
-    def put(self, value: torch.Tensor) -> None:
-        """Add the next token [1] of the answer, unless it is one of `ends`."""
-        if int(value) in self.ends:
+    def put(self, token: int) -> None:
+        """Add the next token of the answer, unless it is one of `ends`."""
+        if token in self.ends:
             return
-        before = self.token_cache
-        super().put(value)  # type: ignore[no-untyped-call]
-        if not self.token_cache:
-            self._begin_line(before)
-        elif len(self.token_cache) % LONGEST == 0:
+        self.tokens.append(token)
+        text = self._decoded(0)
+        self._pass_on(text, len(text.rstrip(INCOMPLETE)))
+        if text.endswith("\n"):
+            self._begin_line()
+        elif len(self.tokens) % LONGEST == 0:
             self._shorten()
+
+    def end(self) -> None:
+        """Pass on the rest of the text."""
+        text = self._decoded(0)
+        self._pass_on(text, len(text))
 
     def pending(self) -> str:
         """Return the decoded text that the callback has not received, because later tokens may still change it."""
-        return self._decoded(0)[self.print_len :]
+        return self._decoded(0)[self._passed :]
+
+    def _pass_on(self, text: str, end: int) -> None:
+        if piece := text[self._passed : end]:
+            self._passed = end
+            with calling_back():
+                self.on_text(piece)
 
     def _decoded(self, start: int) -> str:
-        return str(self.tokenizer.decode(self.token_cache[start:], **self.decode_kwargs))
+        return str(self.tokenizer.decode(self.tokens[start:], skip_special_tokens=True))
 
-    def _begin_line(self, tokens: list[int]) -> None:
-        """Begin the token cache of a new line with the fewest last `tokens` of the old line that decode to a text.
+    def _begin_line(self) -> None:
+        """Keep the fewest last tokens of a line that decode to a text, which the callback has.
 
-        The text of these tokens is marked as already printed. Some decoders strip the leading space of the first token.
-        If the cache were empty, such a decoder would strip a space that belongs to the new line.
+        Some decoders strip the leading space of the first token. Without a token before the new line, such a decoder
+        would strip a space that belongs to the line.
         """
-        for start in range(len(tokens) - 1, -1, -1):
-            text = self.tokenizer.decode(tokens[start:], **self.decode_kwargs)
-            if text:
-                self.token_cache, self.print_len = tokens[start:], len(text)
+        for start in range(len(self.tokens) - 1, -1, -1):
+            if text := self._decoded(start):
+                self.tokens, self._passed = self.tokens[start:], len(text)
                 return
 
     def _shorten(self) -> None:
-        """Drop as many tokens as possible from the front of the token cache.
+        """Drop as many of the first tokens as possible.
 
-        The text of the remaining tokens must equal the end of the whole cache's text, and be longer than the pending
-        text.
+        The text of the remaining tokens must equal the end of the whole text, and be longer than the pending text.
         """
         text, waiting = self._decoded(0), len(self.pending())
-        for start in range(len(self.token_cache) - 1, 0, -1):
+        for start in range(len(self.tokens) - 1, 0, -1):
             end = self._decoded(start)
             if len(end) > waiting and text.endswith(end):
-                self.token_cache, self.print_len = self.token_cache[start:], len(end) - waiting
+                self.tokens, self._passed = self.tokens[start:], len(end) - waiting
                 return
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            with calling_back():
-                self.on_text(text)
 
 
 def own_endings(model: PreTrainedModel) -> set[int]:

@@ -218,14 +218,14 @@ class Sequence:
                 with calling_back():
                     self.request.on_token(token, logprobs)
             if self.streamer is not None:
-                self.streamer.put(torch.tensor([token]))
+                self.streamer.put(token)
         self.streamed = len(self.answer)
 
     def end_text(self) -> None:
         """Pass on all tokens and all text, including text that waits for more tokens."""
         self.stream()
         if self.streamer is not None:
-            self.streamer.end()  # type: ignore[no-untyped-call]
+            self.streamer.end()
 
 
 Ended = tuple[Sequence, "Answer | NotFiniteError"]

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from support.tiny_models import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -46,7 +45,7 @@ def test_the_pieces_of_a_text_are_the_text(tokenizer: PreTrainedTokenizerFast, w
     ids, pieces = [WORDS.index(word) for word in words], list[str]()
     streamer = Streamer(tokenizer, pieces.append)
     for one in ids:
-        streamer.put(torch.tensor([one]))
+        streamer.put(one)
     streamer.end()
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -65,8 +64,8 @@ def test_a_long_line_is_decoded_in_parts(kind: str, tokenizer: PreTrainedTokeniz
     pieces = list[str]()
     streamer = Streamer(tokenizer, pieces.append)
     for one in ids:
-        streamer.put(torch.tensor([one]))
-        longest = max(longest, len(streamer.token_cache))
+        streamer.put(one)
+        longest = max(longest, len(streamer.tokens))
         so_far = "".join(pieces) + streamer.pending()
     assert so_far == tokenizer.decode(ids, skip_special_tokens=True)
     streamer.end()
