@@ -160,12 +160,12 @@ class ReportOptions:
         names = dict.fromkeys(one.name for one in compared)
         if on_command_line(self.ctx, "residual") and not any(one.residual for one in compared):
             refuse_residual(names)
-        measured = (one for one in compared if self.residual or not one.residual)
-        guarded = any(estimates_missed(one.method, residual=one.residual) for one in measured)
-        if on_command_line(self.ctx, "guard") and not guarded:
+        guarded = [one for one in compared if estimates_missed(one.method, residual=one.residual)]
+        measured = [one for one in guarded if self.residual or not one.residual]
+        if on_command_line(self.ctx, "guard") and not measured:
             raise UsageError(
                 f"--guard {self.guard:g} has no effect on {', '.join(names)}, whose missed attention cannot be "
-                "estimated; leave it out, or give --residual"
+                f"estimated; leave it out{', or give --residual' if guarded else ''}"
             )
 
     @property
@@ -242,9 +242,11 @@ def recall_report(options: ReportOptions) -> None:
     names = methods_of(artifact, options.method or [])
     configured = _configured(names, options.parameters)
     guard = None if options.guard is None else Guard(options.guard)
-    if options.residual:
+    compared = [form for name in names for form in forms(artifact, name, configured.get(name), residual=True)]
+    options.refuse_idle(compared)
+    residual = options.residual and any(one.residual for one in compared)
+    if residual:
         residual_source(artifact)
-    options.refuse_idle([form for name in names for form in forms(artifact, name, configured.get(name), residual=True)])
     queries = _queries(options, artifact, together)
     note_small_budgets(budgets, quiet=options.run.quiet)
     with progress(quiet=options.run.quiet) as tell:
@@ -254,7 +256,7 @@ def recall_report(options: ReportOptions) -> None:
             budgets,
             queries,
             lambda done, of: tell("layers", done, of),
-            residual=options.residual,
+            residual=residual,
             guard=guard,
             configured=configured,
             together=together,

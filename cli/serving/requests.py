@@ -28,9 +28,9 @@ class Body(BaseModel):
 class Extension(Body):
     """Options of the attention to the document, in the field `sparsekv` of a request."""
 
-    method: Annotated[str, Field(max_length=64)] | None = None
-    budget: Annotated[str, Field(max_length=32)] | int | float | None = None
-    prefill: Annotated[str, Field(max_length=64)] | None = None
+    method: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    budget: Annotated[str, Field(min_length=1, max_length=32)] | int | float | None = None
+    prefill: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     gauge: bool | None = None
     sources: Annotated[int, Field(ge=1, le=MOST_SOURCES)] | None = None
 

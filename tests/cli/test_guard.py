@@ -76,7 +76,7 @@ def test_a_report_refuses_a_guard_or_a_residual_that_changes_no_method(place: Pa
     report = ("recall-report", "--budget", "5%")
     for options, reason in (
         (("--method", "quest", "--guard", "0.1"), "--guard leaves out quest: no step of these methods"),
-        (("--method", "magicpig", "--residual"), "--residual has no effect: magicpig already represent the tokens"),
+        (("--method", "magicpig", "--residual"), "--residual has no effect on magicpig: the tokens that are not selected are represented"),
     ):
         refused = run_here(*report, *options)
         assert refused.code == 2, refused.stdout

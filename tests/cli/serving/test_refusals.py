@@ -39,8 +39,8 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"top_k": 5}, "top_k", "is not a field of this request"),
     ({"sparsekv": {"methods": "quest"}}, "sparsekv.methods", "is not a field of this request"),
-    ({"sparsekv": {"method": ""}}, "sparsekv", "no method ''"),
-    ({"sparsekv": {"method": "quest", "budget": ""}}, "sparsekv", "'' is not a budget"),
+    ({"sparsekv": {"method": ""}}, "sparsekv.method", ": give at least 1 character"),
+    ({"sparsekv": {"method": "quest", "budget": ""}}, "sparsekv.budget", ": give at least 1 character"),
     ({"max_tokens": 0}, "max_tokens", ": give at least 1"),
     ({"max_tokens": "2"}, "max_tokens", ": give a whole number"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one"),
@@ -68,8 +68,6 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "system", "content": "Be brief."}, user("a")]}, "messages", "system"),
     ({"sparsekv": {"budget": 0}}, "sparsekv", "budget 0 is not a budget"),
     ({"sparsekv": {"budget": "300%"}}, "sparsekv", "not a budget"),
-    ({"sparsekv": {"method": "squeezed", "budget": ""}}, "sparsekv", "budget '' is not a budget"),
-    ({"sparsekv": {"method": ""}}, "sparsekv", "no method ''"),
     ({"sparsekv": {"method": "qest"}}, "sparsekv", "did you mean quest?"),
     ({"sparsekv": {"method": "dense", "budget": 0.1}}, "sparsekv", "no effect"),
     ({"sparsekv": {"prefill": "nothing"}}, "sparsekv", "prefill nothing"),
@@ -200,7 +198,8 @@ def test_a_full_queue_tells_when_to_ask_again(guarded: Server) -> None:
     asked = VALID | {"max_tokens": 1000, "stream": True, "n": 16}
     with guarded.http(Authorization=f"Bearer {KEYS[0]}") as http:
         with http.stream("POST", CHAT, json=asked) as running:
-            next(running.iter_lines())
+            lines = running.iter_lines()  # named, because an iterator that is freed ends the request
+            next(lines)
             answer = http.post(CHAT, json=VALID)  # one of the 16 answers runs, and the others wait
             assert refusal(answer, 429)["code"] == "queue_full"
             assert int(answer.headers["retry-after"]) >= 1
