@@ -1,5 +1,7 @@
 """Dense layers of a sparse config attend to all tokens, whatever the method selects, and read no index."""
 
+from typing import Any
+
 import pytest
 from support.configs import sparse
 from support.reference import assert_close
@@ -30,7 +32,7 @@ def clustered(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
     ],
 )
 def test_answers_with_dense_layers_alone_are_dense(
-    clustered: OpenIndex, name: str, method: Method, others: dict
+    clustered: OpenIndex, name: str, method: Method, others: dict[str, Any]
 ) -> None:
     """With --stream no token moves into the index, although the answer is longer than the buffer."""
     tokens = random_ids(30)
