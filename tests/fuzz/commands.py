@@ -82,7 +82,7 @@ def ran(world: World, *arguments: str) -> Outcome:
 
 
 def asking_options(world: World, budget: str) -> list[str]:
-    """The case's setting as `generate` is given it, and `chat` without dense layers."""
+    """The case's setting as `generate` is given it. `chat` has no --dense-layers, `trace` no --placement either."""
     case, dense = world.case, first_dense(methods()[world.case.method](), world.case.dense_layers)
     prefill = [] if case.question_prefill is None else ["--prefill", case.question_prefill]
     of_prefill = [] if case.prefill_budget is None else ["--prefill-budget", case.prefill_budget]
@@ -196,8 +196,9 @@ def many_commands(world: World, index: OpenIndex) -> None:
             asking = [*asking_options(world, case.budget)]
             for left_out in ("--ahead",):
                 asking = [one for one in asking if one != left_out]
-            place = asking.index("--placement")
-            del asking[place : place + 2]
+            for name in {"--placement", "--dense-layers"} & {*asking}:
+                place = asking.index(name)
+                del asking[place : place + 2]
             truth = ("--truth",) * random.randint(0, 1)
             ran(world, kind, *where, *asking, "--json", *truth, "--", world.question(0))
         elif kind == "tune":
