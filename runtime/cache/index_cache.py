@@ -36,8 +36,11 @@ class BuiltLayers:
         self._left = {layer: facts for layer, facts in enumerate(layers) if facts is not None}
 
     def check(self, call: AttentionCall) -> None:
-        """Raise IdentityError if a layer's first call differs from the settings. Later calls only look up a dict."""
-        if (facts := self._left.pop(call.layer, None)) is None:
+        """Raise IdentityError if a layer's first call differs from the settings.
+
+        After a call that does not differ, later calls only look up a dict.
+        """
+        if (facts := self._left.get(call.layer)) is None:
             return
         same_scale = math.isclose(facts.softmax_scale, call.softmax_scale, rel_tol=1e-6)
         compared: tuple[tuple[str, object, object], ...] = (
@@ -57,6 +60,7 @@ class BuiltLayers:
                         "with `sparsekv build-index --force`"
                     ),
                 )
+        del self._left[call.layer]
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,8 @@ def _in_words(rows: torch.Tensor) -> torch.Tensor:
 class MappedRows(MiddleRows):
     """Rows on a CPU that are gathered from the mapped file, until a call needs a copy of the rows in the layout.
 
-    The first call of `in_place` or `rewrite`, or of `from_row` with a layout, copies all rows of the middle once.
+    The first call of `in_place` or `rewrite`, or of `from_row` with a layout or another dtype than the index's, copies
+    all rows of the middle once.
     Until then the object allocates only the rows that it returns. Therefore an index opens without a copy, and a method
     whose steps only gather rows never copies the middle.
 
@@ -361,7 +362,8 @@ class MappedRows(MiddleRows):
         return self._in_memory().in_place()
 
     def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
-        if self._laid_out is not None or self.order is not None:
+        converted = self.dtype != self.stored.dtype or isinstance(self.stored, Int8Stored)
+        if self._laid_out is not None or self.order is not None or converted:
             return self._in_memory().from_row(start, heads)
         keys, values = self._from_token(start)
         return keys[heads], values[heads]

@@ -1,7 +1,7 @@
 """Make the sparse layers of one cache over an index. Each layer has a selector, keys and values, and a plan."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from sparsekv.runtime.cache.kv_store import (
     of_tokens,
 )
 from sparsekv.runtime.decoding.prepare import PreparedLayer, PreparedMethod, prepare_layer
+from sparsekv.runtime.selection.everything import EverythingSelector
 from sparsekv.runtime.selection.interface import Method, MethodSpec, Selector
 
 
@@ -72,6 +73,9 @@ class SparseLayers:
         """
         rows, on_disk = self.take_rows(layer), self.config.placement == "disk"
         prepared = self.prepared.take(rows)
+        # Layers that share state may need the selections of a layer that attends to all tokens.
+        if layer < self.config.dense_layers and not prepared.context.position.shared:
+            prepared = replace(prepared, selector=EverythingSelector(self.split.middle), mapped=())
         exact, middle = self._exact(rows), self._middle(rows, prepared)
         parts = LayerParts(
             number=layer,

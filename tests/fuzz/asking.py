@@ -9,14 +9,16 @@ from random import Random
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.sparse_layer import appends
+from sparsekv.runtime.attention.sparse_layer import appends, divides_questions
+from sparsekv.runtime.cache.kept_turns import KeptTurns, TurnStore
 from sparsekv.runtime.decoding.answer import Answer, question_ids
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.drafting import DraftingEngine
-from sparsekv.runtime.decoding.engine import Request, why_alone
+from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.tracing.trace import TracedIndex
@@ -49,6 +51,51 @@ def batch(world: World, index: OpenIndex) -> None:
         first = asker.ask_all(asked, sampling, together=together)
         again = asker.ask_all(asked, sampling, together=together)
         expect(_ids(first) == _ids(again), "batch again", f"{_ids(first)}, then {_ids(again)}")
+
+
+@deed("queue", 5)
+def queue(world: World, index: OpenIndex) -> None:
+    """Answers over a few slots are those of plain transformers, whichever questions join, end or are dropped meanwhile.
+
+    Questions are fed in parts, and some continue earlier answers, whose rows were kept.
+    """
+    random, checks = Random(world.case.more), Checks(world, index)
+    everything = takes_everything(world) and random.random() < 0.7
+    asker = world.dense(index)
+    if everything:
+        asker = world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill())
+    if why_alone(index, asker.config.attention, asker.cache):
+        return
+    cache = pack(asker.cache, random.randint(1, 3))
+    turns = KeptTurns(
+        TurnStore(random.choice([20_000, 1 << 20])),
+        divided=divides_questions(cache.stored_layers) and not cache.states.kinds.keeping,
+    )
+    engine, said = Engine(index, cache, chunk=random.choice([None, 1, 5, 64]), turns=turns), list[torch.Tensor]()
+    cache.rewind()
+    with exclusive(index.model), engine.running():
+        for _ in range(24):
+            for _ in range(random.choice([0, 0, 1, 2])):
+                _join(world, engine, said, random)
+            running = list(engine.active.values())
+            if running and random.random() < 0.1:
+                engine.drop(random.choice(running))
+            for sequence, answer in engine.run_step() if engine.active or engine.waiting else ():
+                expect(isinstance(answer, Answer), "queue", f"{answer}")
+                ids = sequence.request.question
+                fed = fed_with(ids, sequence.answer)
+                said.append(fed)
+                expect_greedy(checks.truth(fed)[len(ids) - 1 :], sequence.answer, "queued answer", f"the {len(said)}th")
+
+
+def _join(world: World, engine: Engine, said: list[torch.Tensor], random: Random) -> None:
+    """Let another question wait: a new one, or one that continues what was asked and answered before, or some of it."""
+    asked = question_ids(engine.index, world.question(random.randint(0, 2)), raw=world.case.raw)
+    if said and random.random() < 0.5:
+        earlier = random.choice(said)
+        asked = torch.cat([earlier[: random.choice([len(earlier), random.randint(1, len(earlier))])], asked])
+    with suppress(UsageError):  # too long for the model
+        engine.waiting.append(engine.sequence(Request(asked, Sampling(random.randint(1, world.case.answer + 2)))))
 
 
 @deed("lossless", 5)

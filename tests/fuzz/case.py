@@ -69,6 +69,7 @@ class Case:
     placement: str = "device"
     ahead: bool = False
     guard: float | None = None
+    dense_layers: int = 0
     questions: tuple[int, ...] = (12,)
     answer: int = 3
     threads: int = 1
@@ -155,6 +156,8 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
         case = replace(case, kv_dtype=None)
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
     case = replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
+    others = Random(f"dense layers {seed}")
+    case = replace(case, dense_layers=others.choice([1, case.layers]) if others.random() < 0.1 else 0)
     case = replace(case, rounded=random.choice(["int8", "int4"]) if random.random() < 0.2 else None)
     if random.random() >= LOUD:
         return case

@@ -20,8 +20,9 @@ from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
+from sparsekv.runtime.evaluation.engine import first_dense
 from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import DENSE
+from sparsekv.runtime.selection.registry import DENSE, methods
 
 from .case import draw_budget
 from .deeds import deed
@@ -81,8 +82,8 @@ def ran(world: World, *arguments: str) -> Outcome:
 
 
 def asking_options(world: World, budget: str) -> list[str]:
-    """The case's setting as `generate` and `chat` are given it."""
-    case = world.case
+    """The case's setting as `generate` is given it. `chat` has no --dense-layers, `trace` no --placement either."""
+    case, dense = world.case, first_dense(methods()[world.case.method](), world.case.dense_layers)
     prefill = [] if case.question_prefill is None else ["--prefill", case.question_prefill]
     of_prefill = [] if case.prefill_budget is None else ["--prefill-budget", case.prefill_budget]
     return [
@@ -90,6 +91,7 @@ def asking_options(world: World, budget: str) -> list[str]:
         *("--placement", case.placement, "--max-new-tokens", str(case.answer), "--model", "model", "-q"),
         *("--residual",) * case.residual,
         *("--ahead",) * case.ahead,
+        *(("--dense-layers", str(dense)) if dense else ()),
         *("--raw",) * case.raw,
         *("--device", world.device),
     ]
@@ -197,8 +199,9 @@ def many_commands(world: World, index: OpenIndex) -> None:
             asking = [*asking_options(world, case.budget)]
             for left_out in ("--ahead",):
                 asking = [one for one in asking if one != left_out]
-            place = asking.index("--placement")
-            del asking[place : place + 2]
+            for name in {"--placement", "--dense-layers"} & {*asking}:
+                place = asking.index(name)
+                del asking[place : place + 2]
             truth = ("--truth",) * random.randint(0, 1)
             ran(world, kind, *where, *asking, "--json", *truth, "--", world.question(0))
         elif kind == "tune":
@@ -251,7 +254,7 @@ def compiled(world: World, index: OpenIndex) -> None:
 def chat_command(world: World, index: OpenIndex) -> None:
     """`chat` with questions on standard input prints the answers of a talk."""
     case = world.case
-    if not is_read_back(world) or case.ahead or case.guard is not None:
+    if not is_read_back(world) or case.ahead or case.guard is not None or case.dense_layers:
         return
     questions = [world.question(0), world.question(1)]
     with placed(world):
@@ -321,5 +324,6 @@ def api(world: World, index: OpenIndex) -> None:
             **setting,
             **dict(case.options_read),
         )
-    expected = world.asker(index).ask(question_ids(index, world.question(0)), Sampling(case.answer))
+    asker = world.asker(index, dense_layers=0)
+    expected = asker.ask(question_ids(index, world.question(0)), Sampling(case.answer))
     expect(answer.ids == expected.ids, "API", f"{answer.ids}, not {expected.ids}")

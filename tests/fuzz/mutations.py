@@ -53,6 +53,10 @@ FAULTS = (
     ),
     Fault("attention ignores the model's soft cap", Patch(HOOK, 'kwargs.get("softcap"),', "None,")),
     Fault(
+        "dense layers choose as the others", Patch(LAYERS, "if layer < self.config.dense_layers and", "if False and")
+    ),
+    Fault("rows of an earlier turn are not restored", Patch(BATCH, "into.copy_(of_layer)", "into.copy_(into)")),
+    Fault(
         "a question follows the one before it",
         Patch(
             "runtime/cache/stored_layer.py", "self.used, self.prompt_tokens = self.first, 0", "self.prompt_tokens = 0"

@@ -119,6 +119,11 @@ class Checks:
         found = stepped(self.index, asker, fed, len(asked))
         expect(bool(found.isfinite().all()), "sparse logits", "are not finite")
         expect_greedy(found[len(asked) - 1 :], first.ids, "sparse steps", "against the same steps by hand")
+        dense = asker.config.dense_layers >= self.case.layers
+        expect(not dense or len(first.ids) == 1 or first.kv_fraction == 1, "kv fraction", f"dense: {first.kv_fraction}")
+        if dense and self.case.question_prefill in (None, "own", "dense"):
+            ids, steps = torch.cat([self.index.input_ids, fed]), slice(len(asked) - 1, None)
+            expect_logits(found[steps], self.truth(fed)[steps], self.world, ids, "dense layers", "plain ones")
         if self.case.question_prefill in (None, "dense"):
             ids, told = torch.cat([self.index.input_ids, asked]), "plain ones, after a question prefilled densely"
             first_step = slice(len(asked) - 1, len(asked))

@@ -27,6 +27,7 @@ from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.load import with_weights
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.evaluation.engine import first_dense
 from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 
@@ -169,6 +170,8 @@ class World:
             ahead=case.ahead,
         )
         form = config.attention
+        if isinstance(form, MethodSpec):
+            config = replace(config, dense_layers=first_dense(form.method, case.dense_layers))
         if (
             case.guard is not None
             and isinstance(form, MethodSpec)
