@@ -160,13 +160,17 @@ class ReportOptions:
         names = dict.fromkeys(one.name for one in compared)
         if on_command_line(self.ctx, "residual") and not any(one.residual for one in compared):
             refuse_residual(names)
-        guarded = [one for one in compared if estimates_missed(one.method, residual=one.residual)]
-        measured = [one for one in guarded if self.residual or not one.residual]
-        if on_command_line(self.ctx, "guard") and not measured:
+        if on_command_line(self.ctx, "guard") and not self.guarded(compared):
+            helps = any(estimates_missed(one.method, residual=one.residual) for one in compared)
             raise UsageError(
                 f"--guard {self.guard:g} has no effect on {', '.join(names)}, whose missed attention cannot be "
-                f"estimated; leave it out{', or give --residual' if guarded else ''}"
+                f"estimated; leave it out{', or give --residual' if helps else ''}"
             )
+
+    def guarded(self, compared: list[MethodSpec]) -> list[MethodSpec]:
+        """Return the variants that are measured and whose missed attention can be estimated."""
+        measured = [one for one in compared if self.residual or not one.residual]
+        return [one for one in measured if estimates_missed(one.method, residual=one.residual)]
 
     @property
     def groups(self) -> list[str]:
@@ -241,10 +245,11 @@ def recall_report(options: ReportOptions) -> None:
     artifact = open_artifact(options.index, thorough=True)
     names = methods_of(artifact, options.method or [])
     configured = _configured(names, options.parameters)
-    guard = None if options.guard is None else Guard(options.guard)
     compared = [form for name in names for form in forms(artifact, name, configured.get(name), residual=True)]
     options.refuse_idle(compared)
     residual = options.residual and any(one.residual for one in compared)
+    # A default of the project that changes none of these methods is left out.
+    guard = None if options.guard is None or not options.guarded(compared) else Guard(options.guard)
     if residual:
         residual_source(artifact)
     queries = _queries(options, artifact, together)

@@ -75,8 +75,8 @@ def test_a_report_shows_what_a_guard_reads_and_saves(place: Path) -> None:
 def test_a_report_refuses_a_guard_or_a_residual_that_changes_no_method(place: Path) -> None:
     report = ("recall-report", "--budget", "5%")
     for options, reason in (
-        (("--method", "quest", "--guard", "0.1"), "--guard leaves out quest: no step of these methods"),
-        (("--method", "magicpig", "--residual"), "--residual has no effect on magicpig: the tokens that are not selected are represented"),
+        (("--method", "quest", "--guard", "0.1"), "--guard 0.1 has no effect on quest, whose missed attention"),
+        (("--method", "magicpig", "--residual"), "--residual has no effect on magicpig: the tokens that"),
     ):
         refused = run_here(*report, *options)
         assert refused.code == 2, refused.stdout
