@@ -47,7 +47,7 @@ def evaluate_methods(call: EvalCall) -> None:
     call.check()
     options = call.options
     recipe, inputs = EvalRecipe.of(options), options.inputs()
-    call.refuse_idle_residual(recipe.methods)
+    call.refuse_idle(recipe.methods)
     call.note_unread()
     note_small_budgets(recipe.budgets, quiet=options.run.quiet)
     comparison = recipe.load()

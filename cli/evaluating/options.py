@@ -36,6 +36,7 @@ from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, index
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
 from sparsekv.runtime.decoding.choose_config import refuse_beside_dense, refuse_residual
+from sparsekv.runtime.evaluation.engine import first_dense
 from sparsekv.runtime.evaluation.inputs import Inputs, unread_options
 from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.tasks import tasks
@@ -319,8 +320,14 @@ class EvalCall:
             for line in unread_options(options.task or [], options.pairs, self._typed(of_tasks)):
                 note(line, quiet=options.run.quiet)
 
-    def refuse_idle_residual(self, methods: Mapping[str, Method]) -> None:
-        """Raise UsageError if the user typed --residual, and no method drops the tokens that it does not select."""
+    def refuse_idle(self, methods: Mapping[str, Method]) -> None:
+        """Raise UsageError if the user typed --residual, and no method drops the tokens that it does not select; or
+        --dense-layers, and all methods have dense layers of their own."""
+        layers = self.options.dense_layers
+        changed = any(first_dense(one, layers) for one in methods.values())
+        if layers and methods and not changed and self._typed({"--dense-layers": layers}):
+            told = f"--dense-layers {layers} has no effect on {', '.join(methods)}"
+            raise UsageError(f"{told}: dense layers are a part of the method; leave the option out")
         if methods and self._typed({"--residual": True}) and all(one.replaces() for one in methods.values()):
             refuse_residual(methods)
 

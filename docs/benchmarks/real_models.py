@@ -275,7 +275,9 @@ tasks within the model's reach: those in which dense attention scores at least 2
 reach are marked `(beyond)`, and the table leaves them out. The columns *to dense* have differences to dense
 attention in points, paired by question, with 95% intervals of a bootstrap over contexts and their questions. One of
 these columns is of the tasks `niah-multikey-2` and `niah-multikey-3` alone. *Same text* is the share of answers
-with the text of dense attention's answer. `window` reads nothing of the document's middle, as a control."""
+with the text of dense attention's answer. `window` reads nothing of the document's middle, as a control.
+Baselines differ from their authors' code: quest has no dense layers here
+([all differences](../explanation/baselines.md))."""
 HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
 
 

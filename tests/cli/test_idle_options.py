@@ -92,6 +92,7 @@ REFUSED = [
     ("eval", (*EVAL, *DENSE), "budget", "5%"),
     ("eval", (*EVAL, *DENSE), "residual", ""),
     ("eval", (*EVAL, *DENSE), "dense-layers", "1"),
+    ("eval", (*EVAL, "--method", "tidaldecode"), "dense-layers", "1"),
     ("eval", (*EVAL, *DENSE), "question-prefill", "own"),
     ("eval", (*EVAL, *DENSE), "question-budget", "9"),
     ("eval", (*EVAL, "--method", "multipole", "--method", "codes"), "residual", ""),
