@@ -21,8 +21,7 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.stats import storage_record
 from sparsekv.cli.common.streams import finite_numbers
 from sparsekv.cli.configuring.sources import Command, on_command_line
-from sparsekv.cli.inspecting.page import inspection_page, telling_words, words_of
-from sparsekv.cli.inspecting.tables import print_inspection
+from sparsekv.cli.inspecting.tables import inspection_page, print_inspection, telling_words, words_of
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError

@@ -36,6 +36,6 @@ def serve(options: ServeOptions) -> None:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise SparsekvError(f"serve needs {', '.join(missing)}, which is not installed; pip install 'sparsekv[serve]'")
     # Imported here, so that --help does not wait seconds for torch and transformers.
-    from sparsekv.cli.serving.run import run
+    from sparsekv.cli.serving.server import run
 
     run(options)

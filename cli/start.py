@@ -12,10 +12,16 @@ import typer
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.options import QuietOption
 from sparsekv.cli.configuring.sources import Command, on_command_line
-from sparsekv.cli.daemon.address import VARIABLE, refuse_missing_folder, refuse_occupied, socket_path
 from sparsekv.cli.daemon.likeness import differing, likeness
-from sparsekv.cli.daemon.messages import SERVE
-from sparsekv.cli.daemon.requests import status, stop
+from sparsekv.cli.daemon.messages import (
+    SERVE,
+    VARIABLE,
+    refuse_missing_folder,
+    refuse_occupied,
+    socket_path,
+    status,
+    stop,
+)
 from sparsekv.formats.errors import UsageError
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)

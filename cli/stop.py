@@ -5,8 +5,8 @@ import typer
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.options import QuietOption
 from sparsekv.cli.configuring.sources import Command
-from sparsekv.cli.daemon.address import socket_path
-from sparsekv.cli.daemon.requests import stop as end_server
+from sparsekv.cli.daemon.messages import socket_path
+from sparsekv.cli.daemon.messages import stop as end_server
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -28,7 +28,7 @@ from sparsekv.formats.index.schema import (
 )
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel, identify
-from sparsekv.formats.packages import told_of
+from sparsekv.formats.registry import told_of
 from sparsekv.indexing.capture.team import Alone, Team
 from sparsekv.indexing.context_files import ContextFacts, listed
 from sparsekv.indexing.context_stage import build_context

@@ -15,27 +15,91 @@ index that does not belong to the model. All these classes can be imported from 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar, cast
+
+import torch
 
 from sparsekv.formats.errors import SparsekvError, UsageError, check_type, suggestion
 from sparsekv.formats.hints import no_folder
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
-from sparsekv.runtime.attention.config import Dense, QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
+from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
+from sparsekv.runtime.decoding.engine import why_alone
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.open import open_index as open_decoding
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.session import Session, chosen_sampling
 from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import GROUPS, in_order, recall_report, row_records
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
-from sparsekv.runtime.serving.session import StreamingSession
+from sparsekv.runtime.serving.scheduler import Scheduler
+from sparsekv.runtime.serving.stream import Stream
+from sparsekv.runtime.serving.submission import Submission
+
+WAITING = 1 << 20
+"""Maximum number of questions of one process that wait for a slot."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class StreamingSession(Session):
+    """A session with streamed answers for many threads and asyncio tasks at once.
+
+    Concurrent questions share steps if the config allows shared steps. Otherwise the questions are answered one after
+    another, over a second cache.
+    """
+
+    _schedulers: list[Scheduler] = field(default_factory=list)
+    _lock: Lock = field(default_factory=Lock)
+
+    def stream(
+        self,
+        question: str | torch.Tensor,
+        sampling: Sampling | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        timeout: float | None = None,
+        sources: int = 0,
+    ) -> Stream:
+        """Ask a question; return an iterator of the pieces of the answer, for `for` and for `async for`.
+
+        Decoding is greedy by default. Leaving the loop ends the answer. This method raises the errors of
+        `question_ids` and of `Scheduler.submit`, and UsageError for an argument of another type. The iterator raises
+        the errors of `generate`.
+
+        Args:
+            question: as for `ask`.
+            stop, logprobs, timeout, sources: as in `Submission`.
+        """
+        if not isinstance(stop, str | Sequence) or not all(isinstance(text, str) for text in stop):
+            raise UsageError(f"stop is {stop!r}: give a string, or a list of strings")
+        for name, value, kind in (("logprobs", logprobs, int | None), ("timeout", timeout, float | None)):
+            check_type(name, value, kind)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        ids = self._ids(question)
+        return self._scheduler().submit(
+            Submission("", self.config, ids, chosen_sampling(sampling), stops, logprobs, timeout, sources)
+        )
+
+    def _scheduler(self) -> Scheduler:
+        with self._lock:
+            if not self._schedulers:
+                self._schedulers.append(Scheduler({"": self.index}, queue=WAITING, make_cache=self._cache))
+            return self._schedulers[0]
+
+    def _cache(self, index: OpenIndex, config: DecodeConfig) -> IndexCache:
+        """Return the session's cache if several questions can share steps over that cache, otherwise a new cache."""
+        return index.cache(config) if why_alone(index, config.attention, self.cache) else self.cache
+
 
 _OPTION = re.compile(r"--([a-z][a-z-]*)")
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from sparsekv.cli.common.remaining import MINUTE
+from sparsekv.cli.common.console import MINUTE
 from sparsekv.formats.distributed.process import own_place
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 from sparsekv.indexing.plan import BuildPlan

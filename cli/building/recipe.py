@@ -508,12 +508,12 @@ def index_by_ranks(ranks: "Ranks", recipe: BuildRecipe, target: Target, show: Pr
     of_model = recipe.model, str(ranks.device), recipe.dtype, recipe.config.rope_scaling
     loads = partial(load, *of_model, quiet=recipe.quiet, weights=recipe.weights)
     if not ranks.first:
-        from sparsekv.indexing.distributed.follow import follow
+        from sparsekv.indexing.distributed.requests import follow
 
         return follow(ranks, loads(ranks=ranks))
 
     from sparsekv.formats.distributed.group import splits_heads
-    from sparsekv.indexing.distributed.lead import Leader
+    from sparsekv.indexing.distributed.requests import Leader
 
     def leader(loaded: LoadedModel) -> Leader:
         return Leader(ranks, split=splits_heads(loaded.model))

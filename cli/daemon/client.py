@@ -3,7 +3,7 @@
 import os
 import sys
 
-from sparsekv.cli.daemon.address import is_own_socket, socket_path
+from sparsekv.cli.daemon.messages import is_own_socket, socket_path
 
 ELSEWHERE = ("start", "stop", "models", "completion", "config")
 """Commands that never run in the server."""

@@ -23,7 +23,7 @@ LATER = (
     "sparsekv.cli.chatting.loop",
     "sparsekv.cli.common.failures",
     "sparsekv.cli.common.loading",
-    "sparsekv.cli.serving.run",
+    "sparsekv.cli.serving.server",
     "sparsekv.formats.models.causal_model",
     "sparsekv.kernels.attention.cluster_step_numba",
     "sparsekv.kernels.attention.code_step_numba",

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from sparsekv.cli.daemon.address import is_own_peer
 from sparsekv.cli.daemon.likeness import likeness
 from sparsekv.cli.daemon.messages import (
     ACCEPTED,
@@ -22,6 +21,7 @@ from sparsekv.cli.daemon.messages import (
     MOST_NUMBER,
     STOPPED,
     TO_ALL,
+    is_own_peer,
     send,
 )
 

@@ -23,14 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.serving import openapi
-from sparsekv.cli.serving.answers import Answers, shut_down, while_connected
 from sparsekv.cli.serving.catalog import described, find, listed, unknown
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
 from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole, gauge_of
 from sparsekv.cli.serving.limits import Gate, read_body
 from sparsekv.cli.serving.metrics import Metrics
 from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, IndexRequest, parsed
-from sparsekv.cli.serving.responses import Health, IndexClosed, ModelList, Sent
+from sparsekv.cli.serving.responses import Answers, Health, IndexClosed, ModelList, Sent, shut_down, while_connected
 from sparsekv.cli.serving.shelf import Served, Shelf
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.api import api_words

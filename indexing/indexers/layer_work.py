@@ -12,7 +12,7 @@ from sparsekv.formats.index.context_rows import context_rows, with_centroids_in_
 from sparsekv.formats.index.layout import form_fault, value_fault
 from sparsekv.formats.index.schema import LayerFacts, Split, layer_file
 from sparsekv.formats.index.writer import ArtifactWriter
-from sparsekv.formats.packages import told_of, wrong_class
+from sparsekv.formats.registry import told_of, wrong_class
 from sparsekv.indexing.indexers.cluster_indexer import share_cores
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, Tensors
 

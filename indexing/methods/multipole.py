@@ -3,6 +3,10 @@
 Blocks of W tokens are clustered separately, so that an append changes only the last block. This block has at least
 alpha = W / 2 tokens, unless the document has fewer. It is split when it reaches W + alpha tokens. RetroInfer (arXiv
 2505.02922) also clusters in segments and estimates attention from centroids.
+
+With windowed RoPE (section 3.1, after A2ATS, arXiv 2502.12665) keys are clustered with RoPE undone, so that clusters do
+not depend on position. Each cluster then stores two key centroids: one with RoPE undone, for lookup, and one with RoPE,
+which queries attend to.
 """
 
 from collections.abc import Iterator
@@ -13,8 +17,10 @@ from typing import ClassVar
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer, finest_labels, split_blocks
 from sparsekv.indexing.indexers.interface import LayerInput, Tensors, indexers
+from sparsekv.kernels.common.runs import rotate
 from sparsekv.kernels.kmeans.hierarchy import (
     block_offsets,
     equal_neighbours,
@@ -124,3 +130,39 @@ class MultipoleIndexer(ClusterIndexer):
         levels = online_levels(clustered, labels, clusters, self.levels, self.space, self.iterations, generator)
         numbers, first = number_neighbours(levels, labels), layer.split.sinks + tokens.start
         return level_tensors(levels, numbers, values, first, attended)
+
+
+@indexers.register("multipole-windowed")
+@dataclass(frozen=True)
+class WindowedMultipoleIndexer(MultipoleIndexer):
+    """Clusters keys with RoPE undone, block by block.
+
+    `recall-report` shows whether this is better than `multipole` for a model.
+    """
+
+    @property
+    def needs_rope(self) -> bool:
+        return True
+
+    def check_rope(self, rope: RopeFacts | None) -> None:
+        if rope is None:
+            raise UsageError(
+                "--method multipole-windowed: the model does not rotate its keys by RoPE frequencies, the only "
+                "rotation that the method can undo; leave the method out"
+            )
+
+    def lookup_keys(self, layer: LayerInput, tokens: slice) -> torch.Tensor:
+        """Return keys [Hk, T, D] float32 with RoPE undone, as they would be at position 0.
+
+        Raises:
+            UsageError: the layer's RoPE is not known.
+        """
+        rope, keys = layer.facts.rope, layer.keys[:, tokens]
+        if rope is None:
+            raise UsageError(
+                "windowed RoPE needs to know how each layer rotates its keys, which this index does not record: build "
+                "it again with --force, or leave the method out if the model does not rotate keys by RoPE frequencies"
+            )
+        first = layer.split.sinks + tokens.start
+        positions = torch.arange(first, first + keys.shape[1], device=keys.device)
+        return rotate(keys, -positions, torch.tensor(rope.frequencies, device=keys.device), rope.interleaved)

@@ -7,8 +7,7 @@ import torch
 
 from sparsekv.formats.device import release_pages
 from sparsekv.kernels.attention.attention import OwnRows, Segment, attend, attend_once, of_last
-from sparsekv.kernels.attention.decode_attention import decode_attention
-from sparsekv.kernels.attention.shared_decode import shared_decode
+from sparsekv.kernels.attention.decode_attention import decode_attention, shared_decode
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.logits import attention_logits

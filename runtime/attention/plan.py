@@ -1,34 +1,312 @@
-"""Choice of one layer's executors and policies from its selector's capabilities and the config."""
+"""A layer's attention policies, and the plan that chooses policies and executors by the selector's parts and config.
 
-from dataclasses import dataclass
+A policy selects in the same step or one step ahead, limits the missed mass, or prefills questions.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import TypeAlias
 
 import torch
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.kernels.attention.attention import Segment, attend, attend_with_logsumexp
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionSearch
 from sparsekv.runtime.attention.executors import (
+    Executor,
+    Fetched,
     FusedExecutor,
     GatherExecutor,
     GatherMaker,
     InPlaceExecutor,
     QuestionExecutor,
 )
-from sparsekv.runtime.attention.guard import MissedMeter
-from sparsekv.runtime.attention.policies import (
-    ChunkedPrefill,
-    DensePrefill,
-    Direct,
-    Metered,
-    PiecewisePrefill,
-    Policy,
-    Prefetcher,
-    Prefetching,
-)
+from sparsekv.runtime.attention.guard import Attempt, Guard, MissedMeter, Outcome, missed_share
+from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.selection.interface import Appending, Budget, Selector
+from sparsekv.runtime.selection.interface import Appending, Budget, Queries, Selector
+
+Search = Callable[[Queries], Fetched]
+Pending: TypeAlias = "Future[Fetched]"
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsekv-search")
+
+
+def wait_for_searches() -> None:
+    """Wait until all submitted searches of all layers are done."""
+    _worker().submit(lambda: None).result()  # the pool's only thread runs searches in order
+
+
+class Prefetcher:
+    """Searches of one layer that run one step ahead: the result of a search is used in the next step.
+
+    Args:
+        search: selects and copies rows for one decode step's queries.
+    """
+
+    def __init__(self, search: Search):
+        self.search = search
+        self.pending: Pending | None = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def next(self, queries: Queries) -> Fetched:
+        """Return the rows found with the previous step's query, and start a search with this step's query.
+
+        The first step, and the first step after `forget`, also search for their own rows, and wait for the result.
+        """
+        pending, self.pending = self.pending, None  # cleared first, so that a failed search raises only once
+        if pending is None:
+            wait_for_searches()  # earlier layers' searches run in a thread, and may write to state that layers share
+        found = self.search(queries) if pending is None else self._arrived(pending)
+        self.pending = _worker().submit(self._run, queries, self._mark(queries.query.device))
+        return found
+
+    def forget(self) -> None:
+        """Discard the pending search's result, and wait until no layer searches.
+
+        Called before the index changes, before the selections for a question's tokens, and when the layer is rewound.
+        """
+        self.pending = None
+        wait_for_searches()
+
+    def _mark(self, device: torch.device) -> torch.cuda.Event | None:
+        if device.type != "cuda":
+            return None
+        self.stream = self.stream or torch.cuda.Stream(device)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    @torch.inference_mode()
+    def _run(self, queries: Queries, ready: torch.cuda.Event | None) -> Fetched:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            if self.stream is None or ready is None:
+                return self.search(queries)
+            self.stream.wait_event(ready)
+            found = self.search(queries)
+            # On return, the queries are freed and their memory may be reused. Therefore this stream must be done
+            # reading them.
+            self.stream.synchronize()
+            return found
+
+    def _arrived(self, pending: Pending) -> Fetched:
+        found = pending.result()
+        for tensor in tensors_in(found):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return found
+
+
+def tensors_in(found: object) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a dataclass's fields, nested dataclasses and tuples included."""
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, tuple):
+        for one in found:
+            yield from tensors_in(one)
+    elif is_dataclass(found):
+        for field in fields(found):
+            yield from tensors_in(getattr(found, field.name))
+
+
+class Policy(ABC):
+    """Runs one layer's attention in a step, and counts the rows that decode steps read."""
+
+    def __init__(self, middle: MiddleRows, read: ReadRows):
+        self.middle, self.read = middle, read
+
+    @abstractmethod
+    def attend(self, step: Step) -> torch.Tensor:
+        """Return the attention output [Hk, G, Q, D]."""
+
+    def count(self, step: Step, rows: torch.Tensor | float) -> None:
+        """If the step is a decode step, count the D-sized rows read for each KV head, a number or [Hk, Q or 1].
+
+        Rows read for a question's tokens are not counted.
+        """
+        if not step.joint:
+            self.read.add(rows, self.middle.used)
+
+
+class Direct(Policy):
+    """Selects and attends in the same step."""
+
+    def __init__(self, executor: Executor, budget: Budget, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.executor, self.budget = executor, budget
+
+    def attend(self, step: Step, budget: Budget | None = None) -> torch.Tensor:
+        attended = self.executor.attend(step, budget or self.budget)
+        self.count(step, attended.rows_read)
+        if attended.per_count:
+            self.read.per_count = attended.per_count
+        return attended.output
+
+
+class Prefetching(Policy):
+    """Attends to the rows found with the previous step's query, and searches with this step's query for the next step.
+
+    The search runs in a thread, at the same time as the attention.
+    """
+
+    def __init__(self, prefetcher: Prefetcher, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.prefetcher = prefetcher
+
+    def attend(self, step: Step) -> torch.Tensor:
+        fetched = self.prefetcher.next(step.queries)
+        self.count(step, fetched.rows_read)
+        return attend(step.query, fetched.segments(step), *step.how)
+
+
+class Metered(Policy):
+    """Records the missed mass of each step; a guard, if there is one, limits the missed mass.
+
+    Args:
+        gather: selects and copies rows. Its `fetch_rest` must be set, so that it copies centroids, too.
+        prefetcher: searches one step ahead for a decode step's rows, at `budget`; None: rows are searched in the same
+            step.
+        meter: sums up the missed mass, and has the guard.
+    """
+
+    def __init__(
+        self,
+        gather: GatherExecutor,
+        prefetcher: Prefetcher | None,
+        budget: Budget,
+        facts: LayerFacts,
+        meter: MissedMeter,
+        middle: MiddleRows,
+        read: ReadRows,
+    ):
+        super().__init__(middle, read)
+        self.gather, self.prefetcher, self.facts, self.meter = gather, prefetcher, facts, meter
+        self.budget = budget
+
+    def attend(self, step: Step, budget: Budget | None = None) -> torch.Tensor:
+        outcome = self._outcome(step, budget or self.budget, self.meter.guard)
+        self.meter.add(outcome)
+        self.count(step, outcome.attempt.rows)
+        return outcome.attempt.results[0].transpose(1, 2)
+
+    def _outcome(self, step: Step, budget: Budget, guard: Guard | None) -> Outcome:
+        if guard is not None:
+            return guard.enforce(
+                lambda budget: self._attempt(step, budget),
+                lambda heads: self._dense(step, heads),
+                budget,
+                self.middle.used,
+            )
+        attempt = self._attempt(step, budget)
+        nowhere = torch.zeros_like(attempt.missed, dtype=torch.bool)
+        return Outcome(attempt, nowhere, nowhere)
+
+    def _attempt(self, step: Step, budget: Budget) -> Attempt:
+        found = self._find(step, budget)
+        output, total = attend_with_logsumexp(step.query, found.segments(step), *step.how)
+        missed = missed_share(found.rest, step.query, total, self.facts, attended=found.rest_attended)
+        rows = torch.as_tensor(found.rows_read, device=missed.device).expand_as(missed)
+        return Attempt(missed, rows, (output.transpose(1, 2),))
+
+    def _find(self, step: Step, budget: Budget) -> Fetched:
+        if self.prefetcher is not None and not step.joint:
+            if budget == self.budget:
+                return self.prefetcher.next(step.queries)
+            # The searches that this step has started for the next step run in a thread, and may write to state that
+            # layers share. Therefore wait for them before searching here.
+            wait_for_searches()
+        return self.gather.find(step.queries, budget)
+
+    def _dense(self, step: Step, heads: torch.Tensor) -> Attempt:
+        """Run dense attention for the heads that are True in `heads` [Hk]; copies the rows that these heads read."""
+        some, exact, (scale, softcap, sinks) = heads.nonzero()[:, 0], step.exact, step.how
+        middle = Segment(*self.middle.from_row(0, some))
+        segments = [middle, Segment(exact.keys[some], exact.values[some], exact.mask)]
+        output = torch.zeros_like(step.query)
+        output[some] = attend(step.query[some], segments, scale, softcap, None if sinks is None else sinks[some])
+        missed = torch.zeros_like(step.query[:, 0, :, 0], dtype=torch.float32)
+        return Attempt(missed, torch.full_like(missed, 2.0 * self.middle.used), (output.transpose(1, 2),))
+
+
+class PiecewisePrefill(Policy):
+    """Attends for a question's tokens in pieces, each with one selection for all its tokens.
+
+    A piece's budget is the budget of one token times the number of the piece's tokens, at most the whole middle.
+
+    Args:
+        policy: attends for each piece.
+        piece: maximum number of tokens in a piece.
+    """
+
+    def __init__(self, policy: Direct | Metered, piece: int):
+        super().__init__(policy.middle, policy.read)
+        self.policy, self.piece = policy, piece
+
+    def attend(self, step: Step) -> torch.Tensor:
+        middle, parts = self.middle.used, []
+        for some in step.pieces(self.piece):
+            tokens = min(middle, self.policy.budget.tokens(middle) * some.query.shape[2])
+            parts.append(self.policy.attend(some, Budget(tokens)))
+        return torch.cat(parts, 2)
+
+
+class ObservedPrefill(Policy):
+    """Base class of policies that attend for a question's tokens without the selector of the answer's tokens.
+
+    The answer's selector still receives the queries of a question's tokens if it has `ConversationState.observe`.
+    """
+
+    def __init__(self, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
+        super().__init__(middle, read)
+        self.gather = gather
+        conversation = gather.selector.conversation
+        self.observe = None if conversation is None else conversation.observe
+
+    def attend(self, step: Step) -> torch.Tensor:
+        if self.observe is not None:
+            self.observe(step.queries.to(self.gather.search_device))
+        return self.attend_observed(step)
+
+    @abstractmethod
+    def attend_observed(self, step: Step) -> torch.Tensor:
+        """Return the attention output [Hk, G, Q, D]."""
+
+
+class DensePrefill(ObservedPrefill):
+    """Lets a question's tokens attend to all rows."""
+
+    def attend_observed(self, step: Step) -> torch.Tensor:
+        return self.gather.attend_to_everything(step)
+
+
+class ChunkedPrefill(ObservedPrefill):
+    """Attends for a question's tokens chunk by chunk, with a separate search for each chunk.
+
+    Args:
+        search: selects the rows of a chunk, by the question's own method.
+        gather: attends to rows in the layout of the answer's selector, in place or in a copy.
+    """
+
+    def __init__(self, search: QuestionSearch, gather: GatherExecutor, middle: MiddleRows, read: ReadRows):
+        super().__init__(gather, middle, read)
+        self.search = search
+
+    def attend_observed(self, step: Step) -> torch.Tensor:
+        parts = []
+        for piece in step.pieces(self.search.chunk_size):
+            found = self.search.select(piece.queries)
+            parts.append(self.gather.attend_to(piece, found, self.search.selector).output)
+        return torch.cat(parts, 2)
 
 
 @dataclass

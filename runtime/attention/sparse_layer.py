@@ -8,7 +8,7 @@ import torch
 
 from sparsekv.formats.index.schema import Split
 from sparsekv.kernels.attention.attention import OwnRows, Segment, causal_mask, shared_attention
-from sparsekv.kernels.attention.shared_decode import exact_logsumexp, shared_decode
+from sparsekv.kernels.attention.decode_attention import exact_logsumexp, shared_decode
 from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
 from sparsekv.runtime.attention.plan import LayerPlan

@@ -6,8 +6,7 @@ from functools import cached_property
 import torch
 
 from sparsekv.kernels.attention.attention import Segment, attend, attend_once, causal_mask, of_last
-from sparsekv.kernels.attention.decode_attention import decode_attention
-from sparsekv.kernels.attention.shared_decode import shared_decode
+from sparsekv.kernels.attention.decode_attention import decode_attention, shared_decode
 from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.cache.kv_store import Pair, placed, side_by_side, units_of

@@ -11,12 +11,16 @@ from centroids.
 
 By default, queries attend to all new tokens exactly. With `stream`, the oldest new tokens are moved to the last block
 of clusters from time to time (section 3.3).
+
+With windowed RoPE (section 3.1, after A2ATS, arXiv 2502.12665) keys are clustered with RoPE undone. The clusters are
+scored by a query that is rotated to one fixed distance. Attention itself uses the true RoPE, for selected tokens and
+for centroids, because one softmax must not mix two rotations of the keys.
 """
 
 from dataclasses import dataclass, field
 from typing import Self
 
-from sparsekv.formats.errors import check_at_least_one
+from sparsekv.formats.errors import UsageError, check_at_least_one
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
 from sparsekv.runtime.selection.clusters.steps import WindowedRope
@@ -89,3 +93,21 @@ class Multipole(ClusterMethod):
             for replaced in (True, False)
             for lookup in cls.lookups(record)
         }
+
+
+@methods.register("multipole-windowed")
+@dataclass(frozen=True)
+class WindowedMultipole(Multipole):
+    """Selects clusters by the centroids of keys with RoPE undone, independently of position."""
+
+    rope_distance: int = field(
+        default=1024, metadata={"help": "Clusters are scored as if their keys were this many tokens before the query."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rope_distance < 0:
+            raise UsageError(f"--rope-distance {self.rope_distance}: give 0 or more")
+
+    def windowed_rope(self, context: MiddleContext) -> WindowedRope:
+        return WindowedRope.of_layer(context, self.rope_distance)

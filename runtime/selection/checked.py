@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.packages import OURS, package_of, told_of, wrong_class
+from sparsekv.formats.registry import OURS, package_of, told_of, wrong_class
 from sparsekv.runtime.selection.interface import (
     Appending,
     Budget,

@@ -1,16 +1,125 @@
-"""Find the passages of a document to which the retrieval heads attended while an answer was decoded."""
+"""Sources of an answer: the passages to which the model's retrieval heads attended while the answer was decoded.
 
+Retrieval heads are the query heads that attend to the token that the model copies next. They are found once for each
+model.
+"""
+
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import ModelIdentity
+from sparsekv.formats.user.cache import cache_root, read_small, replace_small
+from sparsekv.kernels.attention.attention import Segment, attend_with_weights, causal_mask
+from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.scores.shares import attention_shares
 from sparsekv.runtime.cache.watched import WatchedQueries
-from sparsekv.runtime.sources.heads import Head, retrieval_heads
 from sparsekv.runtime.sources.places import Places, Source
+
+REPEATED = 64
+"""Number of random tokens that the test text has twice."""
+SHARE, LEAST = 1 / 32, 4
+"""Share of a model's query heads that are retrieval heads, and their minimum number."""
+FOLDER, REVISION = "retrieval-heads", 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """A retrieval head: query head `head` of `layer`. The weights of a model's retrieval heads add up to 1."""
+
+    layer: int
+    head: int
+    weight: float
+
+
+def retrieval_heads(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: ModelIdentity, layers: Mapping[int, int]
+) -> list[Head]:
+    """Return a model's retrieval heads from the user's cache. Heads that are not cached are measured and stored there.
+
+    Args:
+        layers: number of query heads of each layer in which retrieval heads are searched, by layer index.
+    """
+    key = hash_json(
+        [REVISION, identity.config_hash, identity.weights_hash, identity.adapter, identity.weights, [*layers]]
+    )
+    file = cache_root() / FOLDER / f"{key[:32]}.json"
+    if (known := _parsed(read_small(file), layers)) is not None:
+        return known
+    found = measure_heads(model, tokenizer, [*layers])
+    replace_small(file, json.dumps([[one.layer, one.head, one.weight] for one in found]) + "\n")
+    return found
+
+
+def _parsed(text: str, layers: Mapping[int, int]) -> list[Head] | None:
+    """Parse the heads in a cache file's text; None if the text is damaged or has no heads."""
+    try:
+        return [_head(layers, *one) for one in json.loads(text)] or None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _head(layers: Mapping[int, int], layer: Any, head: Any, weight: Any) -> Head:
+    if type(layer) is not int or type(head) is not int or type(weight) is not float:
+        raise ValueError("no head")
+    if not 0 <= head < layers.get(layer, 0) or not 0 <= weight <= 1:
+        raise ValueError("no head of this model")
+    return Head(layer, head, weight)
+
+
+@torch.inference_mode()
+def measure_heads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layers: Sequence[int]) -> list[Head]:
+    """Run a model once over `REPEATED` random tokens followed by the same tokens; return the heads of highest score.
+
+    A head's score is the attention weight that a token of the second half gives to the token after the same token in
+    the first half, as a mean over tokens. This is the usual test for induction heads; it needs neither text nor labels.
+
+    Args:
+        layers: indices of the layers in which heads are searched.
+    """
+    ids = _random_tokens(model, tokenizer)
+    after = torch.arange(1, REPEATED, device=model.device)
+    scores = dict[int, torch.Tensor]()
+
+    def attend(call: AttentionCall) -> torch.Tensor:
+        mask = causal_mask(call.query.shape[1], call.keys.shape[1], call.window, call.query.device)
+        weighed = attend_with_weights(call.grouped, [Segment(call.keys, call.values, mask)], *call.scaling)
+        if call.layer in layers:
+            scores[call.layer] = weighed.weights.flatten(0, 1)[:, REPEATED + after - 1, after].mean(1)
+        return weighed.output.flatten(0, 1).to(call.query.dtype)
+
+    with route_attention(model, attend):
+        model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    return _best({layer: scores[layer].tolist() for layer in sorted(scores)})
+
+
+def _random_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Return token ids [2 R]: R = `REPEATED` random tokens without special and added tokens, twice in a row."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    known = min(len(tokenizer), int(model.get_input_embeddings().weight.shape[0]))  # type: ignore[index]
+    plain = torch.tensor([one for one in range(known) if one not in special] or [0])
+    drawn = plain[torch.randint(len(plain), (REPEATED,), generator=torch.Generator().manual_seed(0))]
+    return drawn.repeat(2)
+
+
+def _best(scores: dict[int, list[float]]) -> list[Head]:
+    """Return the heads of highest score, in order of layer and head, with weights in proportion to the scores.
+
+    The weights are equal if all scores are zero, because they are too small for float32. `scores` has a list of the
+    query heads' scores for each layer.
+    """
+    every = [(score, layer, head) for layer, of_layer in scores.items() for head, score in enumerate(of_layer)]
+    best = sorted(every, reverse=True)[: max(LEAST, math.ceil(SHARE * len(every)))]
+    total = math.fsum(score for score, _, _ in best)
+    in_order = sorted(best, key=lambda one: one[1:])
+    return [Head(layer, head, score / total if total else 1 / len(best)) for score, layer, head in in_order]
 
 
 @dataclass

@@ -24,11 +24,10 @@ from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_ke
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
-from sparsekv.runtime.methods.codes import CodesSelector
+from sparsekv.runtime.methods.codes import CodeScan, CodesSelector, QuestionScan
+from sparsekv.runtime.methods.csattention import ListSearch, TableSelector
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
-from sparsekv.runtime.selection.code_scan import CodeScan, QuestionScan
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries, Selector
-from sparsekv.runtime.selection.posting_lists import ListSearch, TableSelector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.wrappers import chosen_rows, unite
 

@@ -138,7 +138,7 @@ FAULTS = (
     ),
     Fault(
         "sinks and tail are seen without a passage of theirs",
-        Patch("runtime/tracing/hiding.py", "[chosen, _masked(exact, beside), *rest]", "[chosen, exact, *rest]"),
+        Patch("runtime/tracing/trace.py", "[chosen, _masked(exact, beside), *rest]", "[chosen, exact, *rest]"),
     ),
     Fault(
         "a declared encoding is not read",

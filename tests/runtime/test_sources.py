@@ -19,7 +19,7 @@ from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
-from sparsekv.runtime.sources.heads import LEAST, measure_heads, retrieval_heads
+from sparsekv.runtime.sources.finder import LEAST, measure_heads, retrieval_heads
 from sparsekv.runtime.sources.passages import token_texts
 from sparsekv.runtime.sources.places import Places
 

@@ -18,8 +18,7 @@ from sparsekv.indexing.capture.canary import RUN, SINGLE, TOKENS
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
-from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.multipole import MultipoleIndexer, WindowedMultipoleIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan

@@ -6,8 +6,7 @@ import torch
 
 from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
-from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.multipole import MultipoleIndexer, WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.plan import LayerParts, plan_layer

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sparsekv.cli.common.remaining import Remaining
+from sparsekv.cli.common.console import Remaining
 
 
 def _after(steps: int, of: int, at: Callable[[int], float], first: int = 0) -> Remaining:

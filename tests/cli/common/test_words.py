@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.tiny_models import tiny_tokenizer
 from support.tokenizers_of_families import tokenizer_of
 
-from sparsekv.cli.inspecting.page import telling_words, words_of
+from sparsekv.cli.inspecting.tables import telling_words, words_of
 
 
 def test_each_token_stands_in_its_word() -> None:

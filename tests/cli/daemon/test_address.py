@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.command import fails, run_here
 
-from sparsekv.cli.daemon.address import refuse_listener, refuse_occupied, remove_own_socket
+from sparsekv.cli.daemon.messages import refuse_listener, refuse_occupied, remove_own_socket
 from sparsekv.formats.errors import UsageError
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from sparsekv.cli.daemon.client import hand_over
 from sparsekv.cli.daemon.likeness import differing, likeness
-from sparsekv.cli.daemon.messages import ACCEPTED, REFUSED, receive, send
+from sparsekv.cli.daemon.messages import ACCEPTED, REFUSED, receive, send, status
 from sparsekv.cli.daemon.preloading import look
-from sparsekv.cli.daemon.requests import status
 
 NOBODY = 65534
 

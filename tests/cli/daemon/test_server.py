@@ -13,7 +13,7 @@ import pexpect
 import pytest
 from support.command import EXECUTABLE, run_here, sparsekv
 
-from sparsekv.cli.daemon.requests import status
+from sparsekv.cli.daemon.messages import status
 
 from .conftest import Shell
 

@@ -21,7 +21,7 @@ MOMENTS = {
     "the-first-takes-a-layer": (0, "sparsekv.formats.distributed.group:Ranks.take"),
     "the-second-sums": (1, SUM),
     "the-second-tells-a-sum": (1, "sparsekv.formats.distributed.group:Channel.send"),
-    "the-second-opens-files": (1, "sparsekv.indexing.distributed.follow:find_whole"),
+    "the-second-opens-files": (1, "sparsekv.indexing.distributed.requests:find_whole"),
     "the-second-makes-a-layer": (1, LAYER),
     "the-second-gives-a-layer": (1, "sparsekv.formats.distributed.group:Ranks.give"),
 }

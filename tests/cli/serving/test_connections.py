@@ -17,8 +17,8 @@ from support.command import run_here, sparsekv
 from support.serving import Server, begin, serving, user
 from support.tiny_models import POSITIONS
 
-from sparsekv.cli.serving.answers import Answers
 from sparsekv.cli.serving.errors import ApiError
+from sparsekv.cli.serving.responses import Answers
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.serving.stream import Channel, Stream
 from sparsekv.runtime.serving.submission import Piece

@@ -29,7 +29,7 @@ from sparsekv.indexing.capture.capture import capture
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
-from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.multipole import WindowedMultipoleIndexer
 
 TOKENS, TRAINED_ON = 200, 64
 DTYPES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}

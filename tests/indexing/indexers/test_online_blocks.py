@@ -12,8 +12,7 @@ from support.rotation import turned
 from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.cluster_indexer import finest_labels, split_blocks
 from sparsekv.indexing.indexers.interface import LARGEST_SEED, LayerInput
-from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.multipole import MultipoleIndexer, WindowedMultipoleIndexer
 from sparsekv.kernels.kmeans.hierarchy import block_offsets, join_blocks
 from sparsekv.kernels.kmeans.kmeans import cluster_means
 

@@ -14,8 +14,7 @@ from support.rotation import ROPES, turned, turned_kinds
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.interface import LayerInput, choose_indexers
-from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.multipole import MultipoleIndexer, WindowedMultipoleIndexer
 
 SINKS = 3
 LEVELS = {1: (0.2,), 2: (0.25, 0.06), 3: (0.4, 0.2, 0.05)}

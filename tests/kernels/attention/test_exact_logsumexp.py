@@ -7,7 +7,7 @@ from support.pairs import every_pair
 from support.random_tensors import normal
 
 from sparsekv.kernels.attention.attention import OwnRows
-from sparsekv.kernels.attention.shared_decode import exact_logsumexp
+from sparsekv.kernels.attention.decode_attention import exact_logsumexp
 from sparsekv.kernels.attention.shared_decode_triton import exact_logsumexp_triton
 
 pytestmark = compiled_or_interpreted

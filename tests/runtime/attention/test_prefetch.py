@@ -13,7 +13,7 @@ from support.small_tables import tabled_layer
 
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.executors import GatherExecutor
-from sparsekv.runtime.attention.policies import Prefetcher, tensors_in, wait_for_searches
+from sparsekv.runtime.attention.plan import Prefetcher, tensors_in, wait_for_searches
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MemoryRows
 from sparsekv.runtime.methods.csattention import CSAttention

@@ -16,6 +16,7 @@ from sparsekv.runtime.decoding.engine import Engine, Request, generate
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive
+from sparsekv.runtime.methods import codes as code_scan
 from sparsekv.runtime.methods.codes import Codes, CodesSelector
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
@@ -24,7 +25,6 @@ from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection import code_scan
 from sparsekv.runtime.selection.interface import Budget, Method, Queries, Selection
 
 pytestmark = pytest.mark.gpu

@@ -29,8 +29,7 @@ from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.methods.magicpig import MagicPIG
-from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
+from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV

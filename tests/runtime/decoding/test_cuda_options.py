@@ -24,8 +24,7 @@ from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.methods.magicpig import MagicPIG
-from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
+from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest

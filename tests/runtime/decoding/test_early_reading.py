@@ -19,7 +19,7 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.formats.models.load import identify, load_model
 from sparsekv.indexing.methods.codes import CodesIndexer
-from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.multipole import WindowedMultipoleIndexer
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.cache.index_cache import IndexCache

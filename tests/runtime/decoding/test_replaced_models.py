@@ -10,14 +10,12 @@ from support.small_index import build_small, plain_logits, random_ids, stepped_l
 from support.small_layer import as_queries
 from support.tiny_models import FAMILIES_OF_STEPS
 
-from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.indexing.methods.multipole_windowed import WindowedMultipoleIndexer
+from sparsekv.indexing.methods.multipole import MultipoleIndexer, WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
-from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
+from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.reporting.queries import tail_block

@@ -18,8 +18,7 @@ from sparsekv.formats.index.schema import Split
 from sparsekv.indexing.indexers.interface import LayerInput
 from sparsekv.indexing.indexers.product_codes import key_turn
 from sparsekv.indexing.methods.codes import CodesIndexer
-from sparsekv.runtime.methods.codes import Codes
-from sparsekv.runtime.selection.code_scan import CodeEstimates
+from sparsekv.runtime.methods.codes import CodeEstimates, Codes
 from sparsekv.runtime.selection.interface import Budget, MiddleContext
 
 properties = settings(max_examples=10)

@@ -12,9 +12,8 @@ from support.small_tables import SMALL, layer_input, tabled_layer
 
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.kernels.posting_lists.posting_lists import split_channels
-from sparsekv.runtime.methods.csattention import CSAttention
+from sparsekv.runtime.methods.csattention import NEW_CENTROIDS, CSAttention, TableSelector
 from sparsekv.runtime.selection.interface import Budget, MiddleContext
-from sparsekv.runtime.selection.posting_lists import NEW_CENTROIDS, TableSelector
 
 properties = settings(max_examples=15)
 EXACT = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)

@@ -18,8 +18,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import MethodRecord, RopeFacts
 from sparsekv.kernels.kmeans.hierarchy import Level, level_tensors, number_neighbours
 from sparsekv.kernels.kmeans.kmeans import cluster_means
-from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
+from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget, Selection
 

@@ -8,8 +8,7 @@ from support.small_layer import SmallLayer, all_chosen, as_queries, most_childre
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import MethodRecord, RopeFacts
-from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
+from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.selection.interface import Budget, Selection
 from sparsekv.runtime.selection.registry import choose_methods, methods
 

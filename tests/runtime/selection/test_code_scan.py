@@ -14,9 +14,8 @@ from support.small_layer import SmallLayer, as_queries
 
 from sparsekv.kernels.codes.code_ranks import octaves_of_steps
 from sparsekv.kernels.posting_lists.types import ExactKeys
-from sparsekv.runtime.methods.codes import Codes, CodesSelector
-from sparsekv.runtime.selection import code_scan
-from sparsekv.runtime.selection.code_scan import CodeScan
+from sparsekv.runtime.methods import codes as code_scan
+from sparsekv.runtime.methods.codes import Codes, CodeScan, CodesSelector
 from sparsekv.runtime.selection.interface import Budget, InPlace, MiddleContext, Queries
 from sparsekv.runtime.selection.wrappers import residual_clusters
 

@@ -12,9 +12,8 @@ from support.small_tables import SMALL, TabledLayer, layer_input, tabled_layer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.kernels.posting_lists.posting_lists import estimate_logits, look_up
 from sparsekv.kernels.posting_lists.types import ExactKeys
-from sparsekv.runtime.methods.csattention import CSAttention
+from sparsekv.runtime.methods.csattention import FEWEST_KEYS, CSAttention, ListSearch
 from sparsekv.runtime.selection.interface import Budget, InPlace, Queries, Selection
-from sparsekv.runtime.selection.posting_lists import FEWEST_KEYS, ListSearch
 
 WHOLE = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
 

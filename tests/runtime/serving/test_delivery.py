@@ -16,11 +16,11 @@ from support.served import ALL, Served, check, ids, question, text
 from support.small_index import plain_logits_after
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.api import StreamingSession
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.serving.job import StoppedText
 from sparsekv.runtime.serving.messages import Message, conversation_tokens
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.session import StreamingSession
 from sparsekv.runtime.serving.stream import Channel, Stream
 from sparsekv.runtime.serving.submission import Piece, Submission
 

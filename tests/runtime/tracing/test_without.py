@@ -33,9 +33,15 @@ from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.sources.passages import token_texts
-from sparsekv.runtime.tracing.hiding import HidingExecutor
 from sparsekv.runtime.tracing.recorder import AttendedStep, own_shares
-from sparsekv.runtime.tracing.trace import EVERYTHING, MOST_FOUND, TracedIndex, log_probability, tokens_of
+from sparsekv.runtime.tracing.trace import (
+    EVERYTHING,
+    MOST_FOUND,
+    HidingExecutor,
+    TracedIndex,
+    log_probability,
+    tokens_of,
+)
 
 TEXTS = ["The", " cat", " sat", ".\n", "A", " dog", "", "", "\U0001f511", " ran", ".", " The", " cat", " ran"]
 

@@ -17,8 +17,7 @@ from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.kmeans.hierarchy import REFINEMENTS, block_offsets
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.methods.multipole_windowed import WindowedMultipole
+from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.selection.clusters.selector import ClusterSelector
 from sparsekv.runtime.selection.interface import Budget, Selection, Selector
 
