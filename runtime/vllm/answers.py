@@ -1,7 +1,4 @@
-"""The scheduler's part of sparse decode steps: which requests decode sparsely, by which method, within which budget.
-
-Method and budget are a server's settings, and may be a request's extra arguments.
-"""
+"""The scheduler's part of sparse decode steps: which requests decode sparsely, within which budget."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,75 +8,9 @@ from vllm.logger import init_logger
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import DENSE, methods
+from sparsekv.runtime.vllm.budgets import DecodeSetting, budget_of
 from sparsekv.runtime.vllm.decoding import Decode
 from sparsekv.runtime.vllm.prefixes import PrefixTable
-
-SETTINGS = ("indices", "method", "budget")
-"""Names in kv_connector_extra_config."""
-REQUEST = "sparsekv_budget"
-"""Name of a request's budget among its extra arguments."""
-
-
-def refuse_unknown(config: Mapping[str, Any]) -> None:
-    """Raise UsageError if kv_connector_extra_config has a name that is not among SETTINGS, or no list of indices."""
-    for name in config:
-        if name not in SETTINGS:
-            raise UsageError(f'kv_connector_extra_config: no setting is called "{name}"; use {", ".join(SETTINGS)}')
-    names = config.get("indices")
-    if not names or not isinstance(names, list):
-        raise UsageError('kv_connector_extra_config needs "indices", a list of folders, such as ["manual.skv"]')
-
-
-@dataclass(frozen=True)
-class DecodeSetting:
-    """A server's method of decode steps, and the budget of requests that name none; None: these attend densely."""
-
-    method: str
-    budget: Budget | None
-
-    def __str__(self) -> str:
-        return f"{self.method} within {DENSE if self.budget is None else self.budget}"
-
-    @classmethod
-    def parse(cls, method: Any, budget: Any) -> "DecodeSetting | None":
-        """Return the setting; None without a method.
-
-        Raises:
-            UsageError: there is no such method, the budget is not valid, or a budget is given without a method.
-        """
-        if method is None:
-            if budget is not None:
-                raise UsageError('kv_connector_extra_config: "budget" needs "method", such as "codes"')
-            return None
-        if not isinstance(method, str) or method not in methods():
-            names = ", ".join(sorted(name for name, kind in methods().items() if kind.needs_index))
-            raise UsageError(
-                f'kv_connector_extra_config: no "method" {method!r}; use one of {names}, if the indices '
-                "were built with it, or one that needs no index, such as quest"
-            )
-        if budget is None:
-            return cls(method, Budget(methods()[method].default_budget))
-        return cls(method, _budget(budget, 'kv_connector_extra_config: "budget"'))
-
-
-def budget_of(setting: DecodeSetting | None, arguments: Mapping[str, Any]) -> Budget | None:
-    """Return the budget of a request with the extra arguments `arguments`; None: the request attends densely.
-
-    Raises:
-        UsageError: the request's budget is not valid, or is given while the server has no method.
-    """
-    asked = arguments.get(REQUEST)
-    if setting is None:
-        if asked is not None:
-            raise UsageError(f'{REQUEST} {asked} needs a server with "method" in its kv_connector_extra_config')
-        return None
-    return setting.budget if asked is None else _budget(asked, REQUEST)
-
-
-def _budget(value: Any, option: str) -> Budget | None:
-    return None if value == DENSE else Budget.parse(str(value), option)
-
 
 logger = init_logger("vllm.sparsekv")  # vLLM prints loggers of its own name only
 

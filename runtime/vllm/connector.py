@@ -27,7 +27,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
-from sparsekv.runtime.vllm.answers import Answers, DecodeSetting, refuse_unknown
+from sparsekv.runtime.vllm.answers import Answers
+from sparsekv.runtime.vllm.budgets import DecodeSetting, refuse_unknown
 from sparsekv.runtime.vllm.decoding import Decode, DecodeSteps, IndexLayers, SparseAttention
 from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance, share_of
 from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
