@@ -383,8 +383,9 @@ class GenerateAttention(TimedAttentionOptions):
         typer.Option(
             metavar="N",
             help=(
-                "Attend to all tokens in the model's first N layers; Quest and others use 2. recall-report --by "
-                "layer shows in which layers the error is largest."
+                "Attend to all tokens in the model's first N layers; Quest and others use 2. With --prefill METHOD, "
+                "a question's tokens select by METHOD there, too. recall-report --by layer shows in which layers the "
+                "error is largest."
             ),
             rich_help_panel=ATTENDED,
         ),
