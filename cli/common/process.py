@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer, main_thread
 from types import FrameType
 from typing import Any
 
@@ -154,12 +155,19 @@ def interruptions() -> Iterator[Interruption]:
     hook = sys.unraisablehook
 
     def again(unraisable: Any) -> None:
-        """Raise again an interrupt that came during a finaliser, because Python would only print it."""
+        """Send again an interrupt that came during a finaliser, because Python would only print it.
+
+        An interrupt that is raised in this hook is only printed, too. So another thread sends it a moment later.
+        """
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             interruption.came = False
-            signal.raise_signal(signal.SIGINT)
+            Timer(0.01, send).start()
         else:
             hook(unraisable)
+
+    def send() -> None:
+        if interruption in _active:
+            signal.pthread_kill(main_thread().ident or 0, signal.SIGINT)
 
     sys.unraisablehook = again
     signal.signal(signal.SIGINT, interruption.take)

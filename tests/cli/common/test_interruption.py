@@ -13,7 +13,7 @@ import pytest
 from support.command import EXECUTABLE, environment, run_here, start
 from support.dialogue import Dialogue
 
-from sparsekv.cli.common.process import Interruption
+from sparsekv.cli.common.process import Interruption, interruptions
 from sparsekv.formats.index.manifest import JOURNAL, read_manifest
 
 LATE = 120
@@ -149,3 +149,20 @@ def test_an_interrupted_batch_that_is_resumed_says_what_it_keeps(monkeypatch: py
     monkeypatch.setattr(sys, "argv", ["sparsekv", "generate", "--batch-file", "q.txt", "--resume", "a.jsonl"])
     told = Interruption().told("generate")
     assert told == "interrupted; complete answers are kept, and the same command goes on from there"
+
+
+def test_during_a_finaliser(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python only prints an exception of a finaliser, and of the hook that is told of it."""
+
+    class Freed:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def free() -> None:
+        with interruptions():
+            Freed()
+            time.sleep(LATE)
+
+    with pytest.raises(KeyboardInterrupt):
+        free()
+    assert capfd.readouterr().err == ""
