@@ -42,8 +42,8 @@ class Streamer:
         self._passed = 0  # characters of the text of `tokens`
 
     def put(self, token: int) -> None:
-        """Add the next token of the answer, unless it is one of `ends`."""
-        if token in self.ends:
+        """Add the next token of the answer, unless it is one of `ends` or a special token, which has no text."""
+        if token in self.ends or self._is_special(token):
             return
         self.tokens.append(token)
         text = self._decoded(0)
@@ -65,6 +65,11 @@ class Streamer:
             self._passed = end
             with calling_back():
                 self.on_text(piece)
+
+    def _is_special(self, token: int) -> bool:
+        """Whether decoding leaves a token out."""
+        shown = self.tokenizer.decode([token], skip_special_tokens=True)
+        return not shown and bool(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def _decoded(self, start: int) -> str:
         return str(self.tokenizer.decode(self.tokens[start:], skip_special_tokens=True))

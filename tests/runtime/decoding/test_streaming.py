@@ -72,3 +72,12 @@ def test_a_long_line_is_decoded_in_parts(kind: str, tokenizer: PreTrainedTokeniz
     streamer.end()
     assert "".join(pieces) == so_far
     assert longest <= 64
+
+
+@pytest.mark.parametrize("before", [[], ["def"], ["def", "\n"]])
+def test_special_tokens_are_not_decoded_again(tokenizer: PreTrainedTokenizerFast, before: list[str]) -> None:
+    """A model may repeat one without end, and the others' questions would wait for the streamer."""
+    streamer = Streamer(tokenizer, lambda text: None)
+    for one in [WORDS.index(word) for word in before] + [0] * 40:
+        streamer.put(one)
+    assert len(streamer.tokens) == len(before[-1:])
