@@ -56,10 +56,6 @@ class Streamer:
         text = self._decoded(0)
         self._pass_on(text, len(text))
 
-    def pending(self) -> str:
-        """Return the decoded text that the callback has not received, because later tokens may still change it."""
-        return self._decoded(0)[self._passed :]
-
     def _pass_on(self, text: str, end: int) -> None:
         if piece := text[self._passed : end]:
             self._passed = end
