@@ -17,7 +17,7 @@ from sparsekv.runtime.decoding.open import OpenIndex, embeddings_of
 from sparsekv.runtime.sources.places import Source
 
 LONGEST = 32
-"""A `Streamer` drops tokens that it no longer needs, if it can, whenever their number is a multiple of this."""
+"""A `Streamer` that has this many tokens drops those that it no longer needs, unless a character is incomplete."""
 INCOMPLETE = "\ufffd"
 """Text of the first bytes of a character, until a later token has the others."""
 
@@ -42,25 +42,19 @@ class Streamer:
         self._passed = 0  # characters of the text of `tokens`
 
     def put(self, token: int) -> None:
-        """Add the next token of the answer, unless it is one of `ends`."""
-        if token in self.ends:
+        """Add the next token of the answer, unless it is one of `ends` or a special token, which has no text."""
+        if token in self.ends or self._is_special(token):
             return
         self.tokens.append(token)
         text = self._decoded(0)
         self._pass_on(text, len(text.rstrip(INCOMPLETE)))
-        if text.endswith("\n"):
-            self._begin_line()
-        elif len(self.tokens) % LONGEST == 0:
-            self._shorten()
+        if text.endswith("\n") or (len(self.tokens) >= LONGEST and not text.endswith(INCOMPLETE)):
+            self._shorten(text)
 
     def end(self) -> None:
         """Pass on the rest of the text."""
         text = self._decoded(0)
         self._pass_on(text, len(text))
-
-    def pending(self) -> str:
-        """Return the decoded text that the callback has not received, because later tokens may still change it."""
-        return self._decoded(0)[self._passed :]
 
     def _pass_on(self, text: str, end: int) -> None:
         if piece := text[self._passed : end]:
@@ -68,30 +62,23 @@ class Streamer:
             with calling_back():
                 self.on_text(piece)
 
+    def _is_special(self, token: int) -> bool:
+        """Whether decoding leaves a token out."""
+        shown = self.tokenizer.decode([token], skip_special_tokens=True)
+        return not shown and bool(self.tokenizer.decode([token], skip_special_tokens=False))
+
     def _decoded(self, start: int) -> str:
         return str(self.tokenizer.decode(self.tokens[start:], skip_special_tokens=True))
 
-    def _begin_line(self) -> None:
-        """Keep the fewest last tokens of a line that decode to a text, which the callback has.
+    def _shorten(self, text: str) -> None:
+        """Keep the fewest last tokens that decode to the end of `text`, which the callback has.
 
-        Some decoders strip the leading space of the first token. Without a token before the new line, such a decoder
+        Some decoders strip the leading space of the first token. Without a token before a new line, such a decoder
         would strip a space that belongs to the line.
         """
-        for start in range(len(self.tokens) - 1, -1, -1):
-            if text := self._decoded(start):
-                self.tokens, self._passed = self.tokens[start:], len(text)
-                return
-
-    def _shorten(self) -> None:
-        """Drop as many of the first tokens as possible.
-
-        The text of the remaining tokens must equal the end of the whole text, and be longer than the pending text.
-        """
-        text, waiting = self._decoded(0), len(self.pending())
         for start in range(len(self.tokens) - 1, 0, -1):
-            end = self._decoded(start)
-            if len(end) > waiting and text.endswith(end):
-                self.tokens, self._passed = self.tokens[start:], len(end) - waiting
+            if (end := self._decoded(start)) and text.endswith(end):
+                self.tokens, self._passed = self.tokens[start:], len(end)
                 return
 
 

@@ -37,10 +37,6 @@ class StoppedText:
         out, self._held = self._held, ""
         return out
 
-    def stops_with(self, text: str) -> bool:
-        """Whether the text so far, followed by `text`, contains a stop string. `text` is not appended."""
-        return self.found or any(stop in self._held + text for stop in self.stops)
-
     def _may_begin(self) -> int:
         """Return the length of the longest end of the undelivered text with which a stop string begins, or 0."""
         longest = min(max(map(len, self.stops), default=1) - 1, len(self._held))
@@ -128,9 +124,7 @@ class Job:
             self._put(out)
 
     def _stops(self) -> bool:
-        assert self.sequence is not None
-        assert self.sequence.streamer is not None
-        return self._has_ended() or self.text.stops_with(self.sequence.streamer.pending())
+        return self._has_ended() or self.text.found
 
     def _has_ended(self) -> bool:
         """Whether the last token is a special token that is a stop string."""

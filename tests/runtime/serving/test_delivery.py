@@ -17,8 +17,9 @@ from support.small_index import plain_logits_after
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.api import StreamingSession
+from sparsekv.runtime.decoding.engine import Sequence
 from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.serving.job import StoppedText
+from sparsekv.runtime.serving.job import Job, StoppedText
 from sparsekv.runtime.serving.messages import Message, conversation_tokens
 from sparsekv.runtime.serving.scheduler import Scheduler
 from sparsekv.runtime.serving.stream import Channel, Stream
@@ -34,16 +35,14 @@ Make = Callable[..., Scheduler]
 def test_text_ends_at_the_first_stop_string_whatever_the_pieces(parts: list[str], stops: list[str]) -> None:
     found, out = StoppedText(tuple(stops)), ""
     for number, part in enumerate(parts):
-        before = found.found
-        assert found.stops_with(part) == (before or any(stop in "".join(parts[: number + 1]) for stop in stops))
         out += found.put(part)
         so_far = "".join(parts[: number + 1])
+        assert found.found == any(stop in so_far for stop in stops)
         assert so_far.startswith(out)
         assert not any(stop in out for stop in stops)
         if not found.found:  # no more is held back than may begin a stop string
             held = so_far[len(out) :]
             assert not held or any(stop.startswith(held) for stop in stops)
-    assert found.found == any(stop in "".join(parts) for stop in stops)
     if not found.found:
         assert out + found.end() == "".join(parts)
 
@@ -63,6 +62,15 @@ def test_an_answer_ends_at_a_stop_string(served: Served, make: Make) -> None:
         assert len(tokens) < 60
     pieces = list(served.ask(scheduler, "a", question(1), 60, stop=("never seen",)))
     check(pieces, answer)
+
+
+def test_the_first_bytes_of_a_character_are_no_stop_string(served: Served) -> None:
+    index = served.indices["a"]
+    tokens = index.tokenizer("\U0001f600", add_special_tokens=False).input_ids
+    job = Job(Submission("a", ALL, question(1), Sampling(60), ("\ufffd",)), index, lambda job: None)
+    job.sequence = Sequence(index, job.engine_request(), 0, 60)
+    assert [job.sequence.take(token, None, set()) for token in tokens] == [False] * len(tokens)
+    assert not job.text.found
 
 
 def test_an_answer_ends_at_a_special_token_that_is_a_stop_string(served: Served, make: Make) -> None:
