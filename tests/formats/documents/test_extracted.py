@@ -92,6 +92,7 @@ def test_pages_begin_where_the_file_begins_them(tmp_path: Path) -> None:
         ("<table><tr><td rowspan=2 colspan=2>A<td>1<tr><td>2<nav><tr><td>x</nav></table>", "A |  | 1\n |  | 2"),
         ("<ul><li><input type=checkbox checked>a<li><input type=checkbox> b</ul><input>", "- [x] a\n- [ ] b"),
         ("now <s>90</s> <del><p>85</p></del><s></s>80", "now ~~90~~ ~~85~~\n\n80"),
+        ("a token such as </s> ends it<script><s></script></del>", "a token such as ends it"),
         (
             "is <math><semantics><mi>m</mi> <msup><mi>c</mi><mn>2</mn></msup><annotation>mc^2</annotation></math> or",
             "is mc^2 or",
