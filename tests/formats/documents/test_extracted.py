@@ -231,6 +231,12 @@ def test_what_cannot_be_extracted_has_a_reason(kind: int, data: bytes, reason: s
     assert str(refusal.value) == reason
 
 
+def test_a_number_of_many_digits_takes_no_longer_than_other_text() -> None:
+    digits = "7" * 400_000
+    with Extractor() as extractor:
+        assert extractor.text(DOCX, docx(paragraph(digits))).text == digits
+
+
 def test_a_file_that_takes_too_long_is_left_and_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extracted, "LEAST_SECONDS", 1)
     monkeypatch.setitem(extracted._SECONDS_A_MEBIBYTE, HTML, 0)
