@@ -34,7 +34,6 @@ from sparsekv.cli.configuring.idle import refuse_idle_encoding
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
-from sparsekv.formats.documents.files import is_glob
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import AUTO, FILE_ORDERS, file_order_named, kv_dtype_named, weights_named
 from sparsekv.indexing.indexers.interface import choose_indexers, indexers
@@ -226,6 +225,8 @@ class BuildOptions:
         Args:
             names: the files, folders and patterns that the user named.
         """
+        from sparsekv.formats.documents.files import is_glob  # the module imports pathspec
+
         folders = any(os.path.isdir(name) or (self.as_one and is_glob(name)) for name in names)
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
             if given and not folders and on_command_line(self.ctx, option.removeprefix("--")):

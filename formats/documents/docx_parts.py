@@ -8,9 +8,9 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from xml.etree import ElementTree
 from xml.parsers import expat
-from xml.sax.saxutils import escape
 
 from sparsekv.formats.documents.list_numbers import in_repeated_letters, in_roman
 
