@@ -34,7 +34,6 @@ from sparsekv.cli.configuring.idle import refuse_idle_encoding
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
-from sparsekv.formats.documents.files import is_glob
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import AUTO, FILE_ORDERS, file_order_named, kv_dtype_named, weights_named
 from sparsekv.indexing.indexers.interface import choose_indexers, indexers
@@ -217,7 +216,8 @@ class BuildOptions:
         )
 
     def check_files(self, names: Collection[str]) -> None:
-        """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order without effect.
+        """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order without effect if they are
+        on the command line.
 
         --include and --exclude need a folder or a pattern among the documents. --order needs one too, or --as-one. Also
         raise the errors of `refuse_idle_encoding`.
@@ -225,13 +225,15 @@ class BuildOptions:
         Args:
             names: the files, folders and patterns that the user named.
         """
+        from sparsekv.formats.documents.files import is_glob  # the module imports pathspec
+
         folders = any(os.path.isdir(name) or (self.as_one and is_glob(name)) for name in names)
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):
-            if given and not folders:
+            if given and not folders and on_command_line(self.ctx, option.removeprefix("--")):
                 raise UsageError(
                     f"{option} {given[0]}: this option selects files in a folder, and no folder is given; name a folder"
                 )
-        if self.order is not None and not (folders or self.as_one):
+        if on_command_line(self.ctx, "order") and not (folders or self.as_one):
             raise UsageError(
                 f"--order {self.order}: this option orders the files of one index, and each document here is one "
                 "file; name a folder, or give --as-one"

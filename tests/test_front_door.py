@@ -31,6 +31,11 @@ def test_the_import_takes_neither_torch_nor_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+def test_help_waits_for_no_module_that_only_documents_need() -> None:
+    check = "import sys, sparsekv.cli.app; print({'mammoth', 'pathspec', 'pypdf', 'urllib.request'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
 def test_the_repository_is_imported_under_one_name() -> None:
     """Pytest would import the root's `__init__.py` under the checkout's name, if it took the root for a package."""
     root = Path(sparsekv.__file__).parent.resolve()

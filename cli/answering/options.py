@@ -305,8 +305,8 @@ class Choices:
         name, kind = attention_of(self.artifact, name)
         own = {field.name for field in fields(kind)}
         kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
-        prefill = Own.name if isinstance(before.question, Own) else None
-        config = choose_config(self.artifact, name, kept, residual=self.residual and not dense, prefill=prefill)
+        residual = self.residual and not dense
+        config = choose_config(self.artifact, name, kept, residual=residual, prefill=before.question.name)
         budget = config.budget if dense or self.budget is None else self.budget
         return replace(config, budget=budget, question=before.question, placement=before.placement)
 

@@ -1,7 +1,7 @@
 """Messages between client and server, and the Unix socket over which they are sent.
 
 A message is its length in 8 bytes, then JSON. File descriptors are sent with the length. The socket never replaces
-another program's file. `ask` a server for its status, or to end.
+another program's file. `status` and `stop` are requests without a command.
 """
 
 import json

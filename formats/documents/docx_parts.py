@@ -8,9 +8,9 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from xml.etree import ElementTree
 from xml.parsers import expat
-from xml.sax.saxutils import escape
 
 from sparsekv.formats.documents.list_numbers import in_repeated_letters, in_roman
 
@@ -270,7 +270,8 @@ _FORMATS: dict[str, Callable[[int], str]] = {
 
 def numbers_shown(text: str) -> str:
     """Return a text in which the numbers of paragraphs replace the numbers that mammoth gives to items of a list."""
-    return re.sub(f"(?:[0-9]+\\. )?{BEGIN}([^{END}]*){END} ?", lambda found: found[1] and f"{found[1]} ", text)
+    of_list = r"(?<![0-9])[0-9]+\. "  # from a first digit on, or the time would grow with the square of many digits
+    return re.sub(f"(?:{of_list})?{BEGIN}([^{END}]*){END} ?", lambda found: found[1] and f"{found[1]} ", text)
 
 
 def _whole(text: str | None) -> int:

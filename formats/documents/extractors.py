@@ -263,6 +263,7 @@ class _Renderer(HTMLParser):
         self._lists: list[_List | None] = []  # the open lists; None: without numbers
         self._tables: list[_Table] = []  # the open tables
         self._math: list[_MathElement] = []  # the open elements of MathML
+        self._struck = 0  # number of open elements of struck text
         self._inside: tuple[str, int, Any] | None = None  # the element left out: tag, depth, earlier state
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -271,7 +272,7 @@ class _Renderer(HTMLParser):
                 self._inside = tag, self._inside[1] + 1, self._inside[2]
         elif tag in self._dropped:
             tables = [table.copy() for table in self._tables]
-            state = self._gap, self._space, self._fresh, self._preformatted, [*self._lists], tables
+            state = self._gap, self._space, self._fresh, self._preformatted, self._struck, [*self._lists], tables
             self._inside = tag, 1, (len(self.pieces), state)
         elif tag == "math" or self._math:
             self._enter_math(tag)
@@ -299,7 +300,7 @@ class _Renderer(HTMLParser):
         elif tag in _STRUCK:
             self._flush()
             self.pieces.append("~~")
-            self._fresh = True
+            self._fresh, self._struck = True, self._struck + 1
         else:
             self._enter(tag)
 
@@ -354,7 +355,8 @@ class _Renderer(HTMLParser):
             self._tables.pop()
         elif tag == "pre":
             self._preformatted = max(self._preformatted - 1, 0)
-        elif tag in _STRUCK:
+        elif tag in _STRUCK and self._struck:
+            self._struck -= 1
             if self._fresh and self.pieces[-1:] == ["~~"]:
                 self.pieces.pop()
             else:
@@ -367,7 +369,8 @@ class _Renderer(HTMLParser):
         if depth > 1:
             self._inside = tag, depth - 1, state
             return
-        start, (self._gap, self._space, self._fresh, self._preformatted, self._lists, self._tables) = state
+        start, before = state
+        self._gap, self._space, self._fresh, self._preformatted, self._struck, self._lists, self._tables = before
         if tag == "nav":
             self.navigation += sum(map(len, self.pieces[start:]))
         del self.pieces[start:]

@@ -315,6 +315,7 @@ class _Reader:
         except (OSError, ValueError):
             raise UsageError(f"no such file: {name}") from None
         path = os.path.abspath(name)
+        self._left_out.pop(path, None)  # such as hidden, for which a folder's walk leaves a file out
         if stat.S_ISREG(kind):
             self._read(path, lambda: os.open(name, _FLAGS))
         else:

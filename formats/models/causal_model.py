@@ -219,7 +219,7 @@ def _check_generation_config(folder: Path, name: str) -> None:
     file = folder / "generation_config.json"
     try:
         if file.exists():
-            json.loads(file.read_bytes())
+            json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SparsekvError(
             f"model '{name}' has a {file.name} that cannot be read ({reason_of(error)}), and the file's EOS tokens end "

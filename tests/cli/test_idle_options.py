@@ -137,6 +137,11 @@ NOTED = [
 ]
 """The same, for an option that is harmless: a note says that it has no effect, once."""
 FILE = """
+[build-index]
+include = ["*.md"]
+exclude = ["*.py"]
+order = "stable"
+encoding = "latin-1"
 [generate]
 seed = 3
 buffer = 9
@@ -209,6 +214,7 @@ def test_a_harmless_option_is_noted(
 @pytest.mark.parametrize(
     "given",
     [
+        ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "-q"),
         ("generate", *ASK),
         ("generate", *ASK, "--method", "quoka"),
         ("eval", *EVAL, *DENSE, "--max-new-tokens", "1"),

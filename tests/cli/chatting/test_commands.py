@@ -11,7 +11,10 @@ from support.dialogue import Dialogue, dialogue
 from support.doc_pages import ROOT
 from support.trace_page import read_trace_page
 
+from sparsekv.cli.answering.options import Choices
 from sparsekv.cli.common.streams import printable
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.decoding.choose_config import choose_config
 
 COMMANDS = ("/help", "/save", "/method", "/budget", "/stats", "/forget", "/quit", "/trace")
 
@@ -99,6 +102,14 @@ def test_a_setting_changes_and_the_talk_stays(place: Path) -> None:
         assert answer(one, "/budget") == "squeezed at 100% of the document, with --residual\n"
         assert prompt_tokens(answer(one, "Why?")) == first + ANSWER + tokens(FRAME, "Why?")
         one.press("d")
+
+
+def test_another_method_leaves_the_options_of_prefill_to_prefill(built: Path) -> None:
+    """Decode steps of quoka do not read this option, but the questions' tokens do."""
+    artifact, parameters = Artifact(built / "doc.skv"), {"quoka_subset": "all"}
+    before = choose_config(artifact, "quest", parameters, prefill="quoka")
+    after = Choices(artifact, None, parameters, residual=False).other_method(before, "quoka")
+    assert (after.attention.name, after.question) == ("quoka", before.question)
 
 
 def test_stats_are_turned_on_and_off(place: Path) -> None:

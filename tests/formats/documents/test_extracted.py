@@ -92,6 +92,7 @@ def test_pages_begin_where_the_file_begins_them(tmp_path: Path) -> None:
         ("<table><tr><td rowspan=2 colspan=2>A<td>1<tr><td>2<nav><tr><td>x</nav></table>", "A |  | 1\n |  | 2"),
         ("<ul><li><input type=checkbox checked>a<li><input type=checkbox> b</ul><input>", "- [x] a\n- [ ] b"),
         ("now <s>90</s> <del><p>85</p></del><s></s>80", "now ~~90~~ ~~85~~\n\n80"),
+        ("a token such as </s> ends it<script><s></script></del>", "a token such as ends it"),
         (
             "is <math><semantics><mi>m</mi> <msup><mi>c</mi><mn>2</mn></msup><annotation>mc^2</annotation></math> or",
             "is mc^2 or",
@@ -228,6 +229,12 @@ def test_what_cannot_be_extracted_has_a_reason(kind: int, data: bytes, reason: s
     with Extractor() as extractor, pytest.raises(NotExtractedError) as refusal:
         extractor.text(kind, data)
     assert str(refusal.value) == reason
+
+
+def test_a_number_of_many_digits_takes_no_longer_than_other_text() -> None:
+    digits = "7" * 400_000
+    with Extractor() as extractor:
+        assert extractor.text(DOCX, docx(paragraph(digits))).text == digits
 
 
 def test_a_file_that_takes_too_long_is_left_and_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

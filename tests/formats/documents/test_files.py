@@ -339,6 +339,17 @@ def test_a_file_that_several_names_choose_is_told_of_once(tmp_path: Path, monkey
     }
 
 
+def test_a_named_file_is_judged_by_its_text_and_not_by_a_folder_beside_it(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"a": "a", ".env": "", "b.bin": "a\0b"})
+    folder, hidden, excluded = str(tmp_path), str(tmp_path / ".env"), str(tmp_path / "b.bin")
+    choice = Choice(exclude=("*.bin",))
+    for names in ([folder, hidden], [hidden, folder]):
+        assert read_several(names, choice).left_out[files.EMPTY] == [".env"]
+    for names in ([folder, excluded], [excluded, folder]):
+        with pytest.raises(UsageError, match=r"b\.bin is not text; convert it"):
+            read_several(names, choice)
+
+
 def test_a_gitignore_may_have_a_byte_order_mark_and_comments(tmp_path: Path) -> None:
     write_tree(tmp_path, {".gitignore": "\ufeffsecret.txt\n# * * * * * *\n", "a": "a", "secret.txt": "secret"})
     sources = read_folder(tmp_path, Choice())

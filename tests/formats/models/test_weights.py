@@ -109,7 +109,7 @@ def test_without_settings_of_answers_they_are_those_of_the_config(tmp_path: Path
     assert ours.generation_config.eos_token_id == plain.generation_config.eos_token_id == END
 
 
-@pytest.mark.parametrize("text", ["", "{not json", '{"eos_token_id": [1, 2'])
+@pytest.mark.parametrize("text", ["", "{not json", '{"eos_token_id": [1, 2', '\ufeff{"eos_token_id": 1}'])
 def test_damaged_settings_of_answers_are_refused(tmp_path: Path, text: str) -> None:
     """They name the tokens that end an answer, and transformers would ignore them."""
     folder = save_tiny(tmp_path / "model")
