@@ -20,7 +20,7 @@ from sparsekv.cli.common.options import (
     WeightsOption,
 )
 from sparsekv.cli.common.process import refuse_little_room
-from sparsekv.cli.configuring.idle import refuse_idle_encoding
+from sparsekv.cli.configuring.idle import note_idle_encoding
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.documents.document import UTF_8, open_document
 from sparsekv.formats.documents.document_hints import tune_hint
@@ -66,7 +66,7 @@ def append(
     sparsekv append --index with-squeezed.skv --rebuild chapter2.txt
     git log -3 | sparsekv append --index manual.skv -
     """
-    refuse_idle_encoding(ctx, [document])
+    note_idle_encoding(ctx, [document], quiet=quiet)
     artifact = open_artifact(index)
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.common.loading import load_for

@@ -30,7 +30,7 @@ from sparsekv.cli.common.options import (
     names_of,
 )
 from sparsekv.cli.common.process import refuse_little_room
-from sparsekv.cli.configuring.idle import refuse_idle_encoding
+from sparsekv.cli.configuring.idle import note_idle_encoding
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
@@ -219,8 +219,8 @@ class BuildOptions:
         """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order without effect if they are
         on the command line.
 
-        --include and --exclude need a folder or a pattern among the documents. --order needs one too, or --as-one. Also
-        raise the errors of `refuse_idle_encoding`.
+        --include and --exclude need a folder or a pattern among the documents. --order needs one too, or --as-one. An
+        --encoding without effect is noted.
 
         Args:
             names: the files, folders and patterns that the user named.
@@ -239,7 +239,7 @@ class BuildOptions:
                 "file; name a folder, or give --as-one"
             )
         if self.from_file is None:
-            refuse_idle_encoding(self.ctx, self.documents or [])
+            note_idle_encoding(self.ctx, self.documents or [], quiet=self.quiet)
         if self.as_one and self.ray is not None:
             raise UsageError("--as-one builds one index, which --ray cannot distribute; leave --ray out")
 

@@ -25,7 +25,7 @@ from sparsekv.cli.common.options import (
     names_of,
     refuse_unwritable_plot,
 )
-from sparsekv.cli.configuring.idle import refuse_idle_encoding
+from sparsekv.cli.configuring.idle import note_idle_encoding
 from sparsekv.cli.configuring.sources import on_command_line
 from sparsekv.cli.evaluating.output import refuse_unwritable_answers
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
@@ -303,7 +303,7 @@ class EvalCall:
             refuse_beside_dense(self._typed(given))
         if options.document is None and self._typed({"--encoding": options.encoding}):
             raise UsageError(f"--encoding {options.encoding} has no effect without DOC, the text; leave it out")
-        refuse_idle_encoding(self.ctx, [] if options.document is None else [options.document])
+        note_idle_encoding(self.ctx, [] if options.document is None else [options.document], quiet=options.run.quiet)
 
     def note_unread(self) -> None:
         """Print a note for each option that the user typed and that no task reads. A note, because a script may ask

@@ -60,8 +60,6 @@ REFUSED = [
     ("build-index", ("doc.skv",), "output", "new.skv"),
     ("build-index", ("doc.skv",), "checkpoints", "1"),
     ("build-index", ("doc.txt",), "workers", "2"),
-    ("build-index", ("manual.pdf", "letter.docx"), "encoding", "latin-1"),
-    ("append", ("manual.pdf",), "encoding", "latin-1"),
     ("generate", ASK, "batch-size", "2"),
     ("generate", ASK, "resume", "answers.jsonl"),
     ("generate", (*ASK, "--batch-file", "doc.txt"), "save-to", "talk.skv"),
@@ -99,7 +97,6 @@ REFUSED = [
     ("eval", (*EVAL, "--task", "perplexity"), "depth", "50"),
     ("eval", (*EVAL, "--task", "perplexity"), "pairs", "pairs.jsonl"),
     ("eval", ("--task", "fwe", "--model", "model"), "encoding", "latin-1"),
-    ("eval", ("manual.pdf",), "encoding", "latin-1"),
     ("eval", EVAL, "format", "ruler"),
     ("eval", EVAL, "workers", "2"),
     ("bench", (), "layer", "1"),
@@ -122,6 +119,12 @@ REFUSED = [
     ("build-index", ("doc.txt", "--model", "model"), "quoka-across", "mean"),
 ]
 """A command, arguments with which an option has no effect, the option, and its value."""
+ENCODED = [
+    ("build-index", "manual.pdf", "letter.docx"),
+    ("append", "manual.pdf"),
+    ("eval", "manual.pdf", "--model", "model"),
+]
+"""A command with files that have encodings of their own."""
 NOTED = [
     ("inspect", (), "model", "model"),
     ("generate", ASK, "seed", "3"),
@@ -178,6 +181,7 @@ def _options() -> dict[str, set[str]]:
 def test_each_option_counts_in_every_call_or_is_refused_or_noted() -> None:
     for name, options in _options().items():
         tried = {option for command, _, option, _ in (*REFUSED, *NOTED) if command == name}
+        tried |= {"encoding" for command, *_ in ENCODED if command == name}
         conditional = {option for option in tried if option in options}
         assert options == {*ALWAYS[name].split()} | conditional, name
         assert not {*ALWAYS[name].split()} & conditional, name
@@ -209,6 +213,14 @@ def test_a_harmless_option_is_noted(
     assert outcome.code == 0, outcome.stderr
     (line,) = (line for line in outcome.stderr.splitlines() if "no effect" in line)
     assert line.startswith(f"--{option}")
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("given", ENCODED)
+def test_an_encoding_of_files_that_have_their_own_is_noted(given: tuple[str, ...]) -> None:
+    """It is no error, because a loop over all files of a folder gives it for each. These files do not exist."""
+    told = run_here(*given, "--encoding", "latin-1").stderr
+    assert "--encoding latin-1 has no effect on manual.pdf: PDF and DOCX files have encodings of their own\n" in told
 
 
 @pytest.mark.parametrize(
