@@ -176,7 +176,7 @@ def _edited(plan: BuildPlan) -> BuildPlan:
 
 
 class _Interrupted(BaseException):
-    """What an interruption raises."""
+    """Raised in the place of an interruption."""
 
 
 def _interrupted(stage: str, done: int, of: int) -> None:

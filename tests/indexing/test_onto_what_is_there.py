@@ -40,7 +40,7 @@ DENSE, IN_8_BITS = 1e-4, 0.1
 
 
 class _Killed(BaseException):
-    """What an interruption raises."""
+    """Raised in the place of an interruption."""
 
 
 @cache
