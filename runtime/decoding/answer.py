@@ -1,5 +1,6 @@
 """Answers: token ids of a question, EOS tokens, streamed text, and the cost of an answer."""
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -20,13 +21,16 @@ LONGEST = 32
 """A `Streamer` that has this many tokens drops those that it no longer needs, unless a character is incomplete."""
 INCOMPLETE = "\ufffd"
 """Text of the first bytes of a character, until a later token has the others."""
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""Name of a token for one byte in tokenizers with byte fallback."""
 
 
 class Streamer:
     """Decodes an answer token by token, and passes the text to a callback piece by piece.
 
     A new token is decoded together with the last tokens only, so the time per token does not grow with the answer's
-    length. Text is passed on at once, except an incomplete character.
+    length. Text is passed on at once, except an incomplete character and a run of byte tokens. A run's text is passed
+    on when the run ends, because a single invalid byte makes each byte of the run U+FFFD.
 
     Args:
         on_text: the callback.
@@ -42,14 +46,22 @@ class Streamer:
         self._passed = 0  # characters of the text of `tokens`
 
     def put(self, token: int) -> None:
-        """Add the next token of the answer, unless it is one of `ends` or a special token, which has no text."""
-        if token in self.ends or self._is_special(token):
+        """Add the next token of the answer, unless it is one of `ends` or has no text in any answer."""
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        # Embeddings beyond the tokenizer's vocabulary have no name.
+        if token in self.ends or name is None or self._is_special(token):
             return
         self.tokens.append(token)
+        if BYTE.fullmatch(name):
+            return
         text = self._decoded(0)
         self._pass_on(text, len(text.rstrip(INCOMPLETE)))
         if text.endswith("\n") or (len(self.tokens) >= LONGEST and not text.endswith(INCOMPLETE)):
             self._shorten(text)
+
+    def waiting(self) -> str:
+        """Return the text that the callback would still get if no token followed, without an incomplete character."""
+        return self._decoded(0).rstrip(INCOMPLETE)[self._passed :]
 
     def end(self) -> None:
         """Pass on the rest of the text."""

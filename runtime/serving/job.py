@@ -32,6 +32,10 @@ class StoppedText:
         out, self._held = self._held[:end], "" if places else self._held[end:]
         return out
 
+    def would_stop(self, text: str) -> bool:
+        """Whether more text would have a stop string."""
+        return any(stop in self._held + text for stop in self.stops)
+
     def end(self) -> str:
         """Return the text that has not been delivered."""
         out, self._held = self._held, ""
@@ -124,7 +128,12 @@ class Job:
             self._put(out)
 
     def _stops(self) -> bool:
-        return self._has_ended() or self.text.found
+        return self._has_ended() or self.text.found or self._has_stop_waiting()
+
+    def _has_stop_waiting(self) -> bool:
+        """Whether a stop string is in text that waits for more tokens."""
+        streamer = None if self.sequence is None else self.sequence.streamer
+        return streamer is not None and self.text.would_stop(streamer.waiting())
 
     def _has_ended(self) -> bool:
         """Whether the last token is a special token that is a stop string."""

@@ -3,8 +3,10 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.tiny_models import tiny_tokenizer
-from support.tokenizers_of_families import tokenizer_of
+from support.tokenizers_of_families import BYTES, KINDS, tokenizer_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -47,6 +49,35 @@ def test_the_pieces_of_a_text_are_the_text(tokenizer: PreTrainedTokenizerFast, w
     streamer = Streamer(tokenizer, pieces.append)
     for one in ids:
         streamer.put(one)
+    streamer.end()
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    """A tokenizer, and tokens with runs of bytes, of which some are no characters, and with tokens without a text."""
+    tokenizer = tokenizer_of(draw(st.sampled_from(list(KINDS))))
+    known = tokenizer.get_vocab()
+    without = st.sampled_from([*tokenizer.added_tokens_decoder, len(tokenizer)])
+    part = (st.integers(0, len(tokenizer)) | without).map(lambda one: [one])
+    if BYTES[0] in known:
+        written = st.sampled_from("y\n\u00e9\u05e9\u20ac\U0001f600").map(str.encode) | st.binary(min_size=1, max_size=2)
+        part |= written.map(lambda some: [known[BYTES[one]] for one in some])
+    return tokenizer, sum(draw(st.lists(part, max_size=30)), [])
+
+
+@given(answers())
+def test_any_tokens_stream_as_they_decode(answer: tuple[PreTrainedTokenizerFast, list[int]]) -> None:
+    """What follows a run of bytes brings its text, and no other token but a character's first ones waits."""
+    (tokenizer, ids), pieces = answer, list[str]()
+    streamer, waits = Streamer(tokenizer, pieces.append), False
+    for place, one in enumerate(ids, 1):
+        streamer.put(one)
+        if one < len(tokenizer) and one not in tokenizer.added_tokens_decoder:
+            waits = tokenizer.convert_ids_to_tokens(one) in BYTES
+        if not waits:
+            shown = tokenizer.decode(ids[:place], skip_special_tokens=True)
+            assert "".join(pieces) == shown.rstrip("\ufffd")
     streamer.end()
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.served import ALL, Served, check, ids, question, text
 from support.small_index import plain_logits_after
+from support.tokenizers_of_families import tokenizer_of
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.api import StreamingSession
@@ -71,6 +72,17 @@ def test_the_first_bytes_of_a_character_are_no_stop_string(served: Served) -> No
     job.sequence = Sequence(index, job.engine_request(), 0, 60)
     assert [job.sequence.take(token, None, set()) for token in tokens] == [False] * len(tokens)
     assert not job.text.found
+
+
+def test_an_answer_ends_at_a_stop_string_in_a_run_of_bytes(served: Served) -> None:
+    """The run's text waits for its end, for an invalid byte would make it other text."""
+    tokenizer = tokenizer_of("llama-2")
+    index = replace(served.indices["a"], tokenizer=tokenizer)
+    job = Job(Submission("a", ALL, question(1), Sampling(60), ("\n\n",)), index, lambda job: None)
+    job.sequence = Sequence(index, job.engine_request(), 0, 60)
+    tokens = tokenizer.convert_tokens_to_ids(["def", "<0x0A>", "<s>", "<0x0A>"])
+    assert [job.sequence.take(token, None, set()) for token in tokens] == [False, False, False, True]
+    assert job.text.found
 
 
 def test_an_answer_ends_at_a_special_token_that_is_a_stop_string(served: Served, make: Make) -> None:
