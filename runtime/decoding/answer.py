@@ -52,7 +52,7 @@ class Streamer:
         if token in self.ends or name is None or self._is_special(token):
             return
         self.tokens.append(token)
-        if BYTE.fullmatch(name):
+        if BYTE.fullmatch(str(name)):
             return
         text = self._decoded(0)
         self._pass_on(text, len(text.rstrip(INCOMPLETE)))
