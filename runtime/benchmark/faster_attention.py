@@ -178,6 +178,7 @@ class _Compared:
             "dtype": str(self.dtype),
             "kv_storage": None if manifest.kv_storage is None else manifest.kv_storage.dtype,
             "tokens": round(2 ** (round(8 * math.log2(manifest.split.tokens)) / 8)),
+            "exact_tokens": manifest.split.sinks + manifest.split.tail,
             "questions": self.questions,
             "method": self.form.name,
             "parameters": asdict(self.form.method),

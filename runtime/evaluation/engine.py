@@ -520,8 +520,10 @@ class _Asking:
     def _folder(self) -> Path:
         model = self.comparison.identity[0]
         builder = self.comparison.builder
-        # A call with other settings, such as sinks or another query sample, must not reuse the index.
+        # A call with other settings, such as sinks or another query sample, must not reuse the index. Neither must a
+        # residual, which could take the centroids of a method that an earlier call has added to the index.
         settings = [self.prefill, builder.decides(self.prefill), builder.queries]
+        settings += [dict(builder.parameters)] if self.comparison.residual else []
         built = [self._prompt_hash, *settings, model.config_hash, model.weights_hash]
         return self.work / INDICES / f"{hash_json(built)[:16]}.skv"
 

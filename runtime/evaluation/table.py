@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -320,6 +321,10 @@ class Cell:
     score: float
 
 
+Asked = tuple[Question, int]
+"""A question of a context, and its number, from 1, among equal questions of this context."""
+
+
 def rows(results: Iterable[Result], seed: int = 0) -> list[Score]:
     """Compute the rows of the table: one for each variant in each group of the same task, length and metric.
 
@@ -359,9 +364,11 @@ def _turns(results: list[Result]) -> list[int | None]:
 def _group(group: list[Result], turn: int | None, seed: int) -> list[Score]:
     results = [result for result in group if turn in (None, result.turn)]
     task, length, metric = results[0].context.task, results[0].context.length, results[0].question.metric
-    ways: dict[Variant, dict[Context, dict[Question, Result]]] = {}
+    ways: dict[Variant, dict[Context, dict[Asked, Result]]] = {}
+    repeats = Counter[tuple[Variant, Context, Question]]()
     for result in results:
-        ways.setdefault(result.way, {}).setdefault(result.context, {})[result.question] = result
+        repeats[one := (result.way, result.context, result.question)] += 1
+        ways.setdefault(result.way, {}).setdefault(result.context, {})[result.question, repeats[one]] = result
     shared = _shared(list(ways.values()))
     base = next((way for way in ways if way.budget is None), None)
     told = METRICS[metric]
@@ -408,7 +415,7 @@ def _same_texts(results: list[list[Result]], others: list[list[Result]]) -> floa
     return 100 * _mean([one.given.text == other.given.text for one, other in pairs])
 
 
-def _shared(ways: list[dict[Context, dict[Question, Result]]]) -> dict[Context, list[Question]]:
+def _shared(ways: list[dict[Context, dict[Asked, Result]]]) -> dict[Context, list[Asked]]:
     """Return the questions of each context that were answered with every variant."""
     shared = {}
     for context, asked in ways[0].items():

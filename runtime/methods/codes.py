@@ -439,7 +439,8 @@ class CodesSelector(Selector):
     ) -> Selection:
         """Build the selection of tokens [Hk, Q or 1, K], for which `scanned` codes and `more` keys were read."""
         rest = Residual(lambda: self._rest(chosen, logits()), attended=self.replace)
-        return Selection(single_rows(chosen), Cost(self._read(scanned, more)), rest)
+        unshared = more + (self._code_rows(scanned) if scanned < self.middle else 0.0)
+        return Selection(single_rows(chosen), Cost(self._read(scanned, more), unshared=unshared), rest)
 
     def _everything(self, queries: int) -> Selection:
         """Select all tokens, without reading the index."""
@@ -460,7 +461,11 @@ class CodesSelector(Selector):
     def _read(self, scanned: int, more: int) -> float:
         """Return the number of D-sized rows per head that a selection reads from the index, plus `more` keys."""
         clusters = (2 if self.replace else 1) * self.counts.shape[1]
-        return self.stored_rows + clusters + scanned * self.codes.shape[2] / self.row_bytes + more
+        return self.stored_rows + clusters + self._code_rows(scanned) + more
+
+    def _code_rows(self, scanned: int) -> float:
+        """Return the size of the codes of `scanned` tokens, in D-sized rows."""
+        return scanned * self.codes.shape[2] / self.row_bytes
 
     def _logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return attention_logits(query, keys, *self.facts.scaling)

@@ -91,4 +91,5 @@ class PQSelector(Selector):
         seen = logits.scatter(-1, best[:, None].expand_as(exact), exact)
         again = group_probability(seen, queries).gather(-1, best)
         starts = best.gather(-1, best_tokens(again, tokens))
-        return Selection(single_rows(starts), Cost(self.index_rows + candidates - tokens))
+        more = candidates - tokens
+        return Selection(single_rows(starts), Cost(self.index_rows + more, unshared=more))

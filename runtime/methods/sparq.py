@@ -105,7 +105,7 @@ class SparQSelector(Selector):
         read = self.keys.shape[1] * self.channels / self.keys.shape[2]
         chosen = top_tokens(group_probability(logits, queries), budget.tokens(self.keys.shape[1]), read)
         if self.mean_rows is None:
-            return chosen
+            return replace(chosen, cost=Cost(read, unshared=read))
         mean = self._mean_of_rest(logits, queries, chosen.rows.starts)
         return replace(chosen, cost=Cost(read + 2), rest=Residual(lambda: (mean,), attended=True))
 

@@ -131,13 +131,16 @@ class Cost:
     """Cost of a selection: `index_rows`, the D-sized index rows read per KV head, as a number or as [Hk, Q or 1].
 
     Kernels may count further rows in a counter on the device. Each count stands for `per_count` D-sized rows, such as
-    2 rows (key and value) for each selected token. `shared` of a query's `index_rows` are the same rows for all
-    queries, which together read them once.
+    2 rows (key and value) for each selected token.
+
+    Several queries together read the rows that are the same for all of them once. `shared` of a query's `index_rows`
+    are such rows, if `index_rows` is a tensor. If it is a number, all rows but `unshared` are.
     """
 
     index_rows: torch.Tensor | float
     per_count: int = 0
     shared: float = 0.0
+    unshared: float = 0.0
 
 
 @dataclass(frozen=True)

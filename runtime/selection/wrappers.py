@@ -25,10 +25,10 @@ from sparsekv.runtime.selection.interface import (
 def unite(selection: Selection, selector: Selector, middle: int, capacity: int | None = None) -> Selection:
     """Unite the selections of all queries to one selection for all of them.
 
-    The union's number of index rows is that of `selection` if it is a number. If it is a tensor, `Cost.shared` rows
-    count once, and all other rows are summed over the queries. The sum is an upper bound, because two queries may read
-    the same rows. If queries attend to centroids of unselected tokens, the number is `Residual.rows_of_union` instead,
-    unless that is None.
+    The index rows that all queries share count once (see `Cost`), and all other rows are summed over the queries. The
+    sum is an upper bound, because two queries may read the same rows. A sum of `Cost.unshared` is at most a row of each
+    token. If queries attend to centroids of unselected tokens, the number is `Residual.rows_of_union` instead, unless
+    that is None.
 
     Args:
         selection: one selection for each query.
@@ -48,6 +48,9 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     if isinstance(read, torch.Tensor):
         shared = selection.cost.shared
         read = (read - shared).expand(len(chosen), -1).sum(1, keepdim=True) + shared
+    else:
+        others, own = selection.rows.starts.shape[1] - 1, selection.cost.unshared
+        read += min(others * own, max(0.0, middle - own))
     if selection.rest is not None and selection.rest.attended:
         rest = selector.rest_of(chosen)
         read = read if selection.rest.rows_of_union is None else selection.rest.rows_of_union

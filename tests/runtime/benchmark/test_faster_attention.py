@@ -104,6 +104,13 @@ def test_other_centroids_of_a_residual_have_other_times(kept: Path, tmp_path: Pa
     assert len([*kept.iterdir()]) == 2
 
 
+def test_a_longer_tail_which_every_step_reads_has_other_times(artifact: Artifact, kept: Path, tmp_path: Path) -> None:
+    chosen(artifact)
+    longer = build_small(tmp_path / "longer.skv", tail=200).artifact
+    assert longer.manifest.split.tokens == artifact.manifest.split.tokens
+    assert chosen(longer).measured == "measured now and kept"
+
+
 def test_times_of_another_compiler_of_kernels_do_not_count(
     artifact: Artifact, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from support.small_index import INDEXERS, TEXT, small_model
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import Builder
+from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
@@ -102,6 +103,21 @@ def test_methods_are_dense_in_the_first_layers_on_request(loaded: LoadedModel, t
     assert first["keydiff"] == pytest.approx((1 + (layers - 1) * none["keydiff"]) / layers)
     assert every["keydiff"] == 1.0
     assert read(0) == none
+
+
+def test_a_residual_has_no_centroids_of_a_method_of_an_earlier_run(loaded: LoadedModel, tmp_path: Path) -> None:
+    """The earlier run has kept an index whose other method has the fewest centroids."""
+    coarse = MultipoleIndexer(levels=(0.03,), block=80)
+
+    def answers(work: Path) -> list[tuple[str, float | None]]:
+        comparison = _comparison(loaded, ("codes", "window"), budgets=[Budget(0.05)], residual=True)
+        return [(one.given.text, one.given.kv_fraction) for one in _prefilled(comparison, CONTEXT, work)[0]]
+
+    built = BuildConfig({"codes": INDEXERS["codes"], "multipole": coarse}, sinks=4, tail=16)
+    earlier = _comparison(loaded, ("codes", "multipole"), budgets=[Budget(0.05)])
+    earlier = replace(earlier, builder=Builder(loaded, built, {"dense": prefills()["dense"]()}))
+    _prefilled(earlier, CONTEXT, tmp_path / "kept")
+    assert answers(tmp_path / "kept") == answers(tmp_path / "new")
 
 
 def test_a_batch_prefills_a_question_once_too(loaded: LoadedModel, tmp_path: Path) -> None:

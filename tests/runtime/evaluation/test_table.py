@@ -107,6 +107,14 @@ def test_a_question_that_one_way_lacks_counts_for_none() -> None:
     assert [(row.questions, row.score) for row in rows(results)] == [(1, 100.0), (1, 100.0)]
 
 
+def test_a_question_that_is_asked_twice_counts_twice_in_rows_and_cells() -> None:
+    one = _context("one", 0.1, 0.1, 0.15)
+    texts = {DENSE: ("yes", "yes", "no"), QUEST: ("yes", "yes", "yes")}
+    results = [_result(one, n, way, text) for way, all_of in texts.items() for n, text in enumerate(all_of)]
+    for found in (rows(results), cells(results)):
+        assert [(row.questions, row.score) for row in found] == [(3, pytest.approx(200 / 3)), (3, 100)]
+
+
 def test_lengths_are_told_apart() -> None:
     short, long = _context("one", 0.1), _context("one", 0.1, length=2000)
     found = rows([_result(short, 0, DENSE, "yes"), _result(long, 0, DENSE, "no")])

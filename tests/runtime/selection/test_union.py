@@ -1,19 +1,28 @@
 """The union of several queries' choices: all that each of them chooses, and centroids for exactly the rest."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer
+from support.coded_layer import coded_layer
+from support.small_layer import SINKS, TAIL, SmallLayer, all_chosen, as_queries, small_layer
 
+from sparsekv.formats.index.schema import Split
+from sparsekv.indexing.indexers.interface import LayerInput
+from sparsekv.indexing.methods.pqcache import PQCacheIndexer
+from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.oracle import Oracle
+from sparsekv.runtime.methods.pqcache import PQCache
 from sparsekv.runtime.methods.quest import Quest
+from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
 from sparsekv.runtime.selection.interface import Budget, Selector
@@ -106,3 +115,35 @@ def test_what_all_queries_read_counts_once() -> None:
     opened = inner.select(one, Budget(20)).cost.index_rows - coarse
     read = unite(selector.select(several, Budget(20)), selector, 200).cost.index_rows
     assert torch.as_tensor(read).equal(coarse + rest + 5 * torch.as_tensor(opened))
+
+
+def _sparq() -> tuple[Selector, float]:
+    return SparQ(channels=4, mean_value=False).prepare(layers(1).context), 200 * 4 / 16
+
+
+def _pqcache() -> tuple[Selector, float]:
+    context = layers(1).context
+    split, indexer = Split(sinks=SINKS, middle=200, tail=TAIL), PQCacheIndexer(pq_bytes=4, iterations=3)
+    tensors = indexer.build_layer(LayerInput(context.keys, context.keys, context.facts, split))
+    return PQCache(rerank=2.0).prepare(replace(context, tensors=tensors)), 20
+
+
+def _codes() -> tuple[Selector, float]:
+    """A key has 64 bytes and its code 4; half of the codes are scanned."""
+    _, context = coded_layer(200, device=torch.device("cpu"))
+    return Codes(rerank=2.0, scan=0.5, replace=False).prepare(context), 20 + 100 * 4 / 64
+
+
+@pytest.mark.parametrize("make", [_sparq, _pqcache, _codes])
+def test_what_each_query_reads_for_itself_counts_for_each_but_a_row_of_a_token_once(
+    make: Callable[[], tuple[Selector, float]],
+) -> None:
+    """Its channels of all keys, the keys of its candidates, and the codes of its clusters."""
+    selector, own = make()
+
+    def read(queries: int) -> float:
+        asked = as_queries(layers(1).queries[:, :, :queries])
+        return float(unite(selector.select(asked, Budget(20)), selector, 200).cost.index_rows)
+
+    for queries in (2, 3, 32):
+        assert read(queries) - read(1) == pytest.approx(min(200, queries * own) - own)
