@@ -235,7 +235,7 @@ class QuestionScan:
 
 
 PIECE = 32  # largest number of a question's tokens that share a selection
-ENOUGH = 160  # default budget, in tokens, of a middle of 3,200 to 16,000 tokens
+ENOUGH = 240  # default budget, in tokens, of a middle of 4,800 to 16,000 tokens
 
 
 @methods.register("codes")
@@ -262,8 +262,8 @@ class Codes(Method):
 
     @classmethod
     def default_budget(cls, middle: int) -> Budget:
-        """Return 5% of a short middle, `ENOUGH` tokens of a longer one, and 1% of a long one."""
-        short, long = Budget(0.05), Budget(0.01)
+        """Return 5% of a short middle, `ENOUGH` tokens of a longer one, and 1.5% of a long one."""
+        short, long = Budget(0.05), Budget(0.015)
         if long.tokens(middle) >= ENOUGH:
             return long
         return short if short.tokens(middle) <= ENOUGH else Budget(ENOUGH)
