@@ -64,6 +64,17 @@ FURTHEST = 4
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What all commands of a measurement have in common: each method at each budget, the dtype, and whether questions
+    are turns of a conversation."""
+
+    methods: tuple[str, ...] = METHODS
+    budgets: tuple[str, ...] = BUDGETS
+    dtype: str = "auto"
+    turns: bool = False
+
+
+@dataclass(frozen=True)
 class Command:
     """One call of `sparsekv eval`: contexts of a task, of `length` tokens, that are drawn with `seed`, for a model."""
 
@@ -72,12 +83,11 @@ class Command:
     seed: int
     task: str
     scaling: str | None
-    dtype: str
-    turns: bool
+    setting: Setting = Setting()
 
     @property
     def name(self) -> str:
-        return f"{name_of(self.model)}-{self.length}-{self.seed}-{self.task}{TURNS * self.turns}"
+        return f"{name_of(self.model)}-{self.length}-{self.seed}-{self.task}{TURNS * self.setting.turns}"
 
     def line(self, text: Path) -> str:
         """Return the command as a line for a shell."""
@@ -85,13 +95,13 @@ class Command:
 
     def arguments(self, text: str, work: str, answers: str) -> list[str]:
         """Return the arguments of `sparsekv` that write the answers to a file."""
-        ways = [part for name in METHODS for part in ("--method", name)]
-        ways += [part for share in BUDGETS for part in ("--budget", share)]
+        ways = [part for name in self.setting.methods for part in ("--method", name)]
+        ways += [part for share in self.setting.budgets for part in ("--budget", share)]
         questions = MOST_QUESTIONS.get(self.task, QUESTIONS)
         drawn = ["--length", self.length, "--contexts", CONTEXTS, "--questions", questions, "--seed", self.seed]
         scaled = ["--rope-scaling", self.scaling] if self.scaling else []
-        scaled += ["--turns"] if self.turns else []
-        kept = ["--work", work, "--answers", answers, "--dtype", self.dtype, "--json", "-q"]
+        scaled += ["--turns"] if self.setting.turns else []
+        kept = ["--work", work, "--answers", answers, "--dtype", self.setting.dtype, "--json", "-q"]
         return list(map(str, ["eval", text, "--model", self.model, "--task", self.task, *drawn, *ways, *scaled, *kept]))
 
 
@@ -101,7 +111,7 @@ def name_of(model: str) -> str:
 
 
 def commands(
-    models: Sequence[str], lengths: Sequence[int], tasks: Sequence[str], groups: int, dtype: str, *, turns: bool
+    models: Sequence[str], lengths: Sequence[int], tasks: Sequence[str], groups: int, setting: Setting
 ) -> Iterator[Command]:
     """Yield the commands of each model and length, shortest lengths first, so that stopped runs end with whole tables.
 
@@ -115,7 +125,7 @@ def commands(
         if factor <= FURTHEST:
             scaling = f"yarn:{factor}" if factor > 1 else None
             each = product(range(groups), tasks)
-            yield from (Command(model, length, seed, task, scaling, dtype, turns) for seed, task in each)
+            yield from (Command(model, length, seed, task, scaling, setting) for seed, task in each)
 
 
 class Measurement:
@@ -281,9 +291,9 @@ Baselines differ from their authors' code: quest has no dense layers here
 HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
 
 
-def page(folder: Path, note: str) -> str:
+def page(folder: Path, title: str, note: str) -> str:
     """Return the page: a note, and for each model and length a table, the tasks and the commands."""
-    text = ["# Right answers of real models", "", INTRODUCTION, "", *([note, ""] if note else [])]
+    text = [f"# {title}", "", INTRODUCTION, "", *([note, ""] if note else [])]
     for (model, length), answers in read(folder).items():
         rows, by_task = table(answers)
         contexts = {(one["task"], one["seed"], one["context"]) for one in answers}
@@ -374,6 +384,8 @@ def parsed() -> argparse.Namespace:
     measure.add_argument("--model", action="append", required=True, help="as in `sparsekv eval`; repeatable")
     measure.add_argument("--length", action="append", type=int, help=f"repeatable; by default {LENGTHS}")
     measure.add_argument("--task", action="append", choices=TASKS, help="repeatable; by default all")
+    measure.add_argument("--method", action="append", help=f"repeatable; by default {METHODS}")
+    measure.add_argument("--budget", action="append", help=f"repeatable; by default {BUDGETS}")
     measure.add_argument(
         "--groups", type=int, default=GROUPS, help="commands of a model, length and task, each with a seed"
     )
@@ -384,6 +396,7 @@ def parsed() -> argparse.Namespace:
     measure.add_argument("--print", action="store_true", help="print the commands and run none")
     shown = parts.add_parser("page", help="print the page of all answers in FOLDER")
     shown.add_argument("folder", type=Path)
+    shown.add_argument("--title", default="Right answers of real models")
     shown.add_argument("--note", default="", help="a paragraph about the measurement: machine, commit, what is missing")
     return parser.parse_args()
 
@@ -391,13 +404,10 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     if given.part == "page":
-        print(page(given.folder, given.note))
+        print(page(given.folder, given.title, given.note))
         return
-    wanted = list(
-        commands(
-            given.model, given.length or LENGTHS, given.task or TASKS, given.groups, given.dtype, turns=given.turns
-        )
-    )
+    setting = Setting(tuple(given.method or METHODS), tuple(given.budget or BUDGETS), given.dtype, given.turns)
+    wanted = list(commands(given.model, given.length or LENGTHS, given.task or TASKS, given.groups, setting))
     if given.print:
         for one in wanted:
             print(one.line(given.text))

@@ -42,7 +42,7 @@ of the document's queries attends to also count."""
 @indexers.register("codes")
 @dataclass(frozen=True)
 class CodesIndexer(MultipoleIndexer):
-    """Builds codes of the keys of all tokens between sinks and tail, and one cluster per 64 tokens.
+    """Builds codes of the keys of all tokens between sinks and tail, and one cluster per 128 tokens.
 
     The attention mass and the value of each cluster are fitted to the document's queries.
     """
@@ -51,7 +51,7 @@ class CodesIndexer(MultipoleIndexer):
     learns: ClassVar[bool] = True
     revision: ClassVar[int] = 4
     levels: tuple[float, ...] = field(
-        default=(0.015625,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
+        default=(0.0078125,), metadata={"help": ClusterIndexer.__dataclass_fields__["levels"].metadata["help"]}
     )
     iterations: int = field(
         default=4, metadata={"help": ClusterIndexer.__dataclass_fields__["iterations"].metadata["help"]}

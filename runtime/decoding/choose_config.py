@@ -61,7 +61,7 @@ def choose_config(
         if isinstance(chosen, Dense):
             config = DecodeConfig(chosen)
         else:
-            config = DecodeConfig(MethodSpec(name, "", chosen, residual), share or Budget(chosen.default_budget))
+            config = DecodeConfig(MethodSpec(name, "", chosen, residual), share or kind.default_budget(artifact.manifest.split.middle))
     question = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if config.attention.residual:
         residual_source(artifact)

@@ -235,6 +235,7 @@ class QuestionScan:
 
 
 PIECE = 32  # largest number of a question's tokens that share a selection
+ENOUGH = 240  # default budget, in tokens, of a middle of 4,800 to 16,000 tokens
 
 
 @methods.register("codes")
@@ -248,7 +249,6 @@ class Codes(Method):
     needs_index: ClassVar[bool] = True
     learns_queries: ClassVar[bool] = True
     estimates_missed: ClassVar[bool] = True
-    default_budget: ClassVar[float] = 0.05
     rerank: float = field(
         default=1.0,
         metadata={"help": "Rank this many times the budget's keys by exact logits, and attend to the best; 1: off."},
@@ -259,6 +259,14 @@ class Codes(Method):
     replace: bool = field(
         default=True, metadata={"help": "Attend to centroids instead of the tokens that are not selected."}
     )
+
+    @classmethod
+    def default_budget(cls, middle: int) -> Budget:
+        """Return 5% of a short middle, `ENOUGH` tokens of a longer one, and 1.5% of a long one."""
+        short, long = Budget(0.05), Budget(0.015)
+        if long.tokens(middle) >= ENOUGH:
+            return long
+        return short if short.tokens(middle) <= ENOUGH else Budget(ENOUGH)
 
     def __post_init__(self) -> None:
         check_rerank(self.rerank)

@@ -542,8 +542,6 @@ class Method(ABC):
     """A method of selecting tokens: a frozen dataclass whose fields are its parameters and command-line options."""
 
     needs_index: ClassVar[bool] = False
-    default_budget: ClassVar[float] = 0.1
-    """Default budget of answers, as a share of the middle."""
     estimates_missed: ClassVar[bool] = False
     """Whether selections have centroids of the unselected tokens, from which the missed mass is estimated."""
     learns_queries: ClassVar[bool] = False
@@ -556,6 +554,11 @@ class Method(ABC):
     """Whether each decode step reads, and counts as read, every key, so that the KV fraction is above 0.5."""
     merges_heads: ClassVar[bool] = False
     """Whether all KV heads share one selection, which a process that has only some of the heads cannot compute."""
+
+    @classmethod
+    def default_budget(cls, middle: int) -> Budget:
+        """Return the budget of answers over a middle of `middle` tokens for which the user gave no budget."""
+        return Budget(0.1)
 
     @abstractmethod
     def prepare(self, context: MiddleContext) -> Selector:

@@ -7,8 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.vllm.budgets import DecodeSetting, budget_of
+from sparsekv.runtime.vllm.budgets import DecodeSetting, Within, budget_of
 from sparsekv.runtime.vllm.decoding import Decode
 from sparsekv.runtime.vllm.prefixes import PrefixTable
 
@@ -26,7 +25,7 @@ class Answer:
 
     request: Any
     index: str
-    budget: Budget
+    budget: Within
     begun: bool = False
 
 

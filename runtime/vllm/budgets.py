@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods
+
+Within = Budget | Literal["default"]
+"""Budget of a sparse request; "default": the method's default for the request's index."""
 
 SETTINGS = ("indices", "method", "budget")
 """Names in kv_connector_extra_config."""
@@ -29,10 +32,11 @@ class DecodeSetting:
     """A server's method of decode steps, and the budget of requests that name none; None: these attend densely."""
 
     method: str
-    budget: Budget | None
+    budget: Within | None
 
     def __str__(self) -> str:
-        return f"{self.method} within {DENSE if self.budget is None else self.budget}"
+        told = {None: DENSE, "default": "its default budget"}
+        return f"{self.method} within {told.get(self.budget, self.budget)}"
 
     @classmethod
     def parse(cls, method: Any, budget: Any) -> "DecodeSetting | None":
@@ -52,11 +56,11 @@ class DecodeSetting:
                 "were built with it, or one that needs no index, such as quest"
             )
         if budget is None:
-            return cls(method, Budget(methods()[method].default_budget))
+            return cls(method, "default")
         return cls(method, _budget(budget, 'kv_connector_extra_config: "budget"'))
 
 
-def budget_of(setting: DecodeSetting | None, arguments: Mapping[str, Any]) -> Budget | None:
+def budget_of(setting: DecodeSetting | None, arguments: Mapping[str, Any]) -> Within | None:
     """Return the budget of a request with the extra arguments `arguments`; None: the request attends densely.
 
     Raises:

@@ -23,6 +23,7 @@ from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.token_choice import LayerSharing
+from sparsekv.runtime.vllm.budgets import Within
 from sparsekv.runtime.vllm.paged import BlockLayout, PagedLayer, slots_of
 
 AnswerLayers = Mapping[int, SparseLayer]
@@ -40,7 +41,7 @@ class Decode:
 
     request: str
     index: str
-    budget: Budget
+    budget: Within
     position: int
     blocks: list[int]
     first: int
@@ -88,9 +89,9 @@ class IndexLayers:
         """Number of the index's tokens."""
         return self._split.tokens
 
-    def answer(self, budget: Budget) -> AnswerLayers:
+    def answer(self, budget: Within) -> AnswerLayers:
         """Make the layers of a request that decodes within a budget. Copies the rows of sinks and tail."""
-        config = replace(self._config, budget=budget)
+        config = self._config if budget == "default" else replace(self._config, budget=budget)
         return {
             number: SparseLayer(exact, self._split, plan_layer(parts, config))
             for number, (exact, parts) in self._parts.items()

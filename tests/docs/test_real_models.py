@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "docs" / "benchmarks"))
 
 import real_models
 
-COMMAND = real_models.Command("org/Small-1.7B", 4096, 0, "vt", None, "auto", turns=False)
+COMMAND = real_models.Command("org/Small-1.7B", 4096, 0, "vt", None)
 TEXT = Path("help.txt")
 
 
@@ -27,7 +27,7 @@ def test_models_of_one_version_have_names_of_their_own() -> None:
 
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(SystemExit, match="have one name"):
-        next(real_models.commands(["a/Small", "b/Small"], [4096], ["vt"], 1, "auto", turns=False))
+        next(real_models.commands(["a/Small", "b/Small"], [4096], ["vt"], 1, real_models.Setting()))
 
 
 def test_only_answers_of_the_same_call_have_ended(tmp_path: Path) -> None:
@@ -36,6 +36,9 @@ def test_only_answers_of_the_same_call_have_ended(tmp_path: Path) -> None:
     (tmp_path / real_models.COMMANDS).write_text(f"{COMMAND.name}\t{COMMAND.line(TEXT)}\n")
     measured = real_models.Measurement(tmp_path, TEXT, 0, 1)
     assert measured.run([COMMAND]) == 0
-    others = [replace(COMMAND, model="other/Small-1.7B"), replace(COMMAND, dtype="float16")]
+    others = [
+        replace(COMMAND, model="other/Small-1.7B"),
+        replace(COMMAND, setting=real_models.Setting(dtype="float16")),
+    ]
     assert [measured.run([one]) for one in others] == [1, 1]
     assert real_models.Measurement(tmp_path, Path("other.txt"), 0, 1).run([COMMAND]) == 1

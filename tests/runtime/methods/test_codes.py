@@ -195,3 +195,24 @@ def test_clusters_are_described() -> None:
     assert level.clusters == 60
     assert level.value_spread is not None
     assert found.counts.sum(-1).tolist() == [300, 300]
+
+
+@pytest.mark.parametrize(
+    ("middle", "budget"),
+    [
+        (1, Budget(0.05)),
+        (4_800, Budget(0.05)),
+        (5_000, Budget(240)),
+        (15_900, Budget(240)),
+        (16_000, Budget(0.015)),
+        (500_000, Budget(0.015)),
+    ],
+)
+def test_the_default_budget_follows_the_documents_length(middle: int, budget: Budget) -> None:
+    assert Codes.default_budget(middle) == budget
+
+
+@given(middle=st.integers(1, 100_000))
+def test_a_longer_document_has_no_smaller_default_budget(middle: int) -> None:
+    of_both = [Codes.default_budget(tokens).tokens(tokens) for tokens in (middle, middle + 1)]
+    assert of_both == sorted(of_both)

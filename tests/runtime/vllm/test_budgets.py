@@ -15,7 +15,7 @@ CODES = DecodeSetting("codes", Budget(0.05))
     ("method", "budget", "setting"),
     [
         (None, None, None),
-        ("codes", None, CODES),
+        ("codes", None, DecodeSetting("codes", "default")),
         ("codes", "5%", CODES),
         ("codes", 0.05, CODES),
         ("codes", 300, DecodeSetting("codes", Budget(300))),
@@ -49,6 +49,8 @@ def test_a_request_may_name_another_budget() -> None:
     assert budget_of(CODES, {"sparsekv_budget": 1.0}) == Budget(1.0)
     assert budget_of(CODES, {"sparsekv_budget": "dense"}) is None
     assert budget_of(DecodeSetting("codes", None), {}) is None
+    assert budget_of(DecodeSetting("codes", "default"), {}) == "default"
+    assert budget_of(DecodeSetting("codes", "default"), {"sparsekv_budget": "2%"}) == Budget(0.02)
     assert budget_of(None, {}) is None
 
 
@@ -77,4 +79,8 @@ def test_unknown_and_missing_settings_are_refused(config: dict[str, Any], said: 
 
 
 def test_a_setting_says_what_it_is() -> None:
-    assert (str(CODES), str(DecodeSetting("quest", None))) == ("codes within 5%", "quest within dense")
+    assert [str(DecodeSetting("codes", budget)) for budget in (Budget(0.05), None, "default")] == [
+        "codes within 5%",
+        "codes within dense",
+        "codes within its default budget",
+    ]
