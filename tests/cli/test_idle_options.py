@@ -117,6 +117,14 @@ REFUSED = [
     ("bench", ("--method", "multipole"), "buffer", "9"),
     ("bench-model", ("--method", "multipole"), "opened", "2"),
     ("build-index", ("doc.txt", "--model", "model"), "quoka-across", "mean"),
+    *(
+        (one, (*given, "--prefill", how, "--quoka-subset", "all"), "prefill-queries", "2")
+        for one, given, how in (
+            ("build-index", ("doc.txt", "--model", "model"), "quoka"),
+            ("generate", (*ASK, "--method", "quoka"), "own"),
+            ("generate", ASK, "quoka"),
+        )
+    ),
 ]
 """A command, arguments with which an option has no effect, the option, and its value."""
 ENCODED = [
