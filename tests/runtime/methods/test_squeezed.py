@@ -184,6 +184,15 @@ def test_a_threshold_keeps_its_share_of_the_calibration_queries(
     assert float(kept.std()) > 0
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_threshold_keeps_a_few_of_many_tokens(tokens: int) -> None:
+    """Less than a thousandth of the document."""
+    layer = small_layer(middle=4000, levels=(0.3,))
+    layer = replace(layer, queries=layer.queries[:, :, : layer.split.tail // 2])
+    _, selection = _select(layer, BY_THRESHOLD, Budget(tokens))
+    assert float(selection.rows.lengths.sum(-1).double().mean()) == pytest.approx(tokens, abs=0.3)
+
+
 def test_each_coarse_threshold_is_used_at_its_own_level() -> None:
     """Everything passes the coarsest level, and of the next one the best cluster alone, by a threshold out of reach."""
     layer = small_layer(levels=(0.4, 0.2, 0.1))
