@@ -541,6 +541,8 @@ class Method(ABC):
     needs_index: ClassVar[bool] = False
     default_budget: ClassVar[float] = 0.1
     """Default budget of answers, as a share of the middle."""
+    ignores_budget: ClassVar[bool] = False
+    """Whether selections are the same for any budget."""
     estimates_missed: ClassVar[bool] = False
     """Whether selections have centroids of the unselected tokens, from which the missed mass is estimated."""
     learns_queries: ClassVar[bool] = False

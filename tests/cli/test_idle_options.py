@@ -138,6 +138,8 @@ NOTED = [
     ("generate", ASK, "seed", "3"),
     ("generate", ASK, "residual", ""),
     ("generate", (*ASK, "--lossless"), "budget", "20%"),
+    *((one, (*ASK, "--method", "window"), "budget", "20%") for one in ("generate", "trace")),
+    ("generate", (*ASK, "--prefill", "window"), "prefill-budget", "20%"),
     ("generate", (*ASK, "--lossless"), "lookup", "flat"),
     ("chat", ("--max-new-tokens", "2"), "seed", "3"),
     ("chat", ("--max-new-tokens", "2", *DENSE), "placement", "host"),
