@@ -26,7 +26,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.codes import CodeScan, CodesSelector, QuestionScan
 from sparsekv.runtime.methods.csattention import ListSearch, TableSelector
-from sparsekv.runtime.selection.clusters.selector import ClusterSelector
+from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries, Selector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.wrappers import chosen_rows, unite
@@ -393,10 +393,10 @@ def expect_union(form: MethodSpec, selector: Selector, layer: Layer) -> None:
 
 def expect_as_flat(world: World, form: MethodSpec, selector: Selector, rows: LayerRows, layer: Layer) -> None:
     """A hierarchical lookup that scores all finest clusters, for a large budget, chooses what a flat one does."""
-    if not isinstance(selector, ClusterSelector) or not selector.hierarchical:
+    if not isinstance(form.method, ClusterMethod) or form.method.lookup != "hierarchical":
         return
-    method, budget = replace(form.method, lookup="flat"), Budget.parse(world.case.budget)
-    flat = prepare_layer(rows, replace(form, method=method), world.model.device).selector
+    flat_form, budget = replace(form, method=replace(form.method, lookup="flat")), Budget.parse(world.case.budget)
+    flat = prepare_layer(rows, flat_form, world.model.device).selector
     for joint in (False, True):
         queries = Queries(layer.query, lambda: layer.positions, lambda: layer.beside, joint=joint)
         found, expected = (one.select(queries, budget) for one in (selector, flat))
