@@ -15,8 +15,9 @@ DRAFTING = ("method", "budget", "schedule", "residual", "dense_layers")
 
 
 def note_idle_method(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:
-    """Print a note for --residual with a method that represents unselected tokens itself. With --lossless on a CPU,
-    where no method drafts tokens, print a note that names all options of the method.
+    """Print a note for --residual with a method that represents unselected tokens itself, and for a budget of a method
+    that ignores it. With --lossless on a CPU, where no method drafts tokens, print a note that names all options of
+    the method.
 
     Only options that the user typed count.
     """
@@ -29,6 +30,10 @@ def note_idle_method(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:
     elif isinstance(attention, MethodSpec) and attention.method.replaces() and on_command_line(ctx, "residual"):
         told = f"{attention.name} represents the tokens that it does not select without it"
         note(f"--residual has no effect: {told}", quiet=quiet)
+    for name, one in (("budget", attention), ("prefill_budget", config.question)):
+        if isinstance(one, MethodSpec | QuestionPrefill) and one.method.ignores_budget and on_command_line(ctx, name):
+            told = f"--{name.replace('_', '-')} {ctx.params[name]} has no effect on {one.name}"
+            note(f"{told}, which selects the same tokens for any budget", quiet=quiet)
 
 
 def note_prefill_alone(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:

@@ -44,6 +44,7 @@ class QuokaOptions:
         default=16,
         metadata={
             "joint": True,
+            "needs": {"quoka_subset": ("far", "random")},
             "help": "How many of a chunk's queries rank the tokens that the whole chunk attends to.",
         },
     )

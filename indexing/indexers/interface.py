@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 """A method's tensors of one layer, by name."""
 LOWEST = -60.0
 BINS = 6000
-SHARES: list[float] = torch.logspace(-3, 0, 61, dtype=torch.float64).tolist()
+SHARES: list[float] = torch.logspace(-6, 0, 121, dtype=torch.float64).tolist()
 
 
 class KeepCurve:
@@ -65,7 +65,7 @@ class KeepCurve:
         return float(self.weight[first:].sum()) / self.tokens
 
     def points(self) -> list[list[float]]:
-        """Return [[share of tokens kept, score threshold], ...] for shares rising from 0.001 to 1."""
+        """Return [[share of tokens kept, score threshold], ...] for shares rising from 0.000001 to 1."""
         return [[keep, threshold] for keep, threshold in zip(SHARES, self._thresholds(SHARES), strict=True)]
 
 

@@ -65,7 +65,8 @@ def _merge_kernel(
     if HAS_SINKS:
         total += tl.exp2(sink - peak)
     output = tl.sum(each * weights[:, None], 0) / total
-    tl.store(merged + head * out_head + (r % G) * out_group + (r // G) * out_token + d, output, mask=d < D)
+    token = (r // G).to(tl.int64)
+    tl.store(merged + head * out_head + (r % G) * out_group + token * out_token + d, output, mask=d < D)
 
 
 def merge(

@@ -59,7 +59,7 @@ def _logsumexp_kernel(
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     common.wait_for_previous_kernel(EARLY)
-    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     place = query + head * q_head + g[:, None] * q_group + token * q_token
     q = tl.load(place + d, mask=(g < G)[:, None] & (d < D), other=0.0)
@@ -118,7 +118,7 @@ def _shared_kernel(
     part, parts, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     r, d, t = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     in_row = d < D
-    place = query + head * q_head + (r % G)[:, None] * q_group + (r // G)[:, None] * q_token
+    place = query + head * q_head + (r % G)[:, None] * q_group + (r // G).to(tl.int64)[:, None] * q_token
     q = tl.load(place + d, mask=(r < R)[:, None] & in_row, other=0.0)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -209,7 +209,7 @@ def _own_kernel(
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     in_row = d < D
     q = tl.load(

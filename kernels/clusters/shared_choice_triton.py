@@ -59,7 +59,7 @@ def _query_rows(query, q_head, q_group, q_token, head, first, tokens, D: tl.cons
     """
     token, g = _tokens_and_heads(ROWS, GROUP)
     token, d = first + token, tl.arange(0, BLOCK_D)
-    place = query + head * q_head + g[:, None] * q_group + token[:, None] * q_token
+    place = query + head * q_head + g[:, None] * q_group + token[:, None].to(tl.int64) * q_token
     return tl.load(place + d, mask=((token < tokens) & (g < G))[:, None] & (d < D), other=0.0)
 
 

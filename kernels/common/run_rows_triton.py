@@ -16,7 +16,7 @@ def _store_kernel(
 ):  # fmt: skip
     """Store one head's key and value of one token, unless the token's row is negative."""
     wait_for_previous_kernel(EARLY)
-    token, head, d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
+    token, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
     row = tl.load(rows + token)
     inside = d < tl.where(row < 0, 0, D)
     k = tl.load(new_keys + head * key_head + token * key_token + d, mask=inside)

@@ -1,6 +1,7 @@
 """Attention to sinks, tail and new tokens, and to no token of the middle: a baseline that other methods should beat."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ from sparsekv.runtime.selection.registry import methods
 @dataclass(frozen=True)
 class Window(Method):
     """Selects nothing, for any budget."""
+
+    ignores_budget: ClassVar[bool] = True
 
     def prepare(self, context: MiddleContext) -> "WindowSelector":
         """Create the selector of a layer, without allocations."""

@@ -542,6 +542,8 @@ class Method(ABC):
     """A method of selecting tokens: a frozen dataclass whose fields are its parameters and command-line options."""
 
     needs_index: ClassVar[bool] = False
+    ignores_budget: ClassVar[bool] = False
+    """Whether selections are the same for any budget."""
     estimates_missed: ClassVar[bool] = False
     """Whether selections have centroids of the unselected tokens, from which the missed mass is estimated."""
     learns_queries: ClassVar[bool] = False

@@ -80,8 +80,9 @@ def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: b
     """Return the reason why a method does not read its field `name`, as words for a message.
 
     The reason is empty if the method reads the field, or if the field has its default. The field's metadata has the
-    conditions. `needs`: values of the method's other fields, by name. `joint`: the field is read only by a selection
-    that the tokens of a question or of a chunk share. `appends`: the field is read only when tokens are generated.
+    conditions. `needs`: values of the method's other fields, by name; a tuple has several values, any of which will do.
+    `joint`: the field is read only by a selection that the tokens of a question or of a chunk share. `appends`: the
+    field is read only when tokens are generated.
 
     Args:
         parameters: values of options by field name; None: the user did not set the option.
@@ -93,8 +94,11 @@ def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: b
         return ""
     for other, value in known[name].metadata.get("needs", {}).items():
         given = parameters.get(other)
-        if other in known and value != (known[other].default if given is None else given):
-            return f"without --{other.replace('_', '-')}" + ("" if value is True else f" {value}")
+        values = value if isinstance(value, tuple) else (value,)
+        if other in known and (known[other].default if given is None else given) not in values:
+            return f"without --{other.replace('_', '-')}" + (
+                "" if value is True else f" {' or '.join(map(str, values))}"
+            )
     if known[name].metadata.get("appends") and not answers:
         return "where no tokens are generated"
     return "in decode steps, each of which has one query" if decodes and known[name].metadata.get("joint") else ""

@@ -117,6 +117,14 @@ REFUSED = [
     ("bench", ("--method", "multipole"), "buffer", "9"),
     ("bench-model", ("--method", "multipole"), "opened", "2"),
     ("build-index", ("doc.txt", "--model", "model"), "quoka-across", "mean"),
+    *(
+        (one, (*given, "--prefill", how, "--quoka-subset", "all"), "prefill-queries", "2")
+        for one, given, how in (
+            ("build-index", ("doc.txt", "--model", "model"), "quoka"),
+            ("generate", (*ASK, "--method", "quoka"), "own"),
+            ("generate", ASK, "quoka"),
+        )
+    ),
 ]
 """A command, arguments with which an option has no effect, the option, and its value."""
 ENCODED = [
@@ -130,6 +138,8 @@ NOTED = [
     ("generate", ASK, "seed", "3"),
     ("generate", ASK, "residual", ""),
     ("generate", (*ASK, "--lossless"), "budget", "20%"),
+    *((one, (*ASK, "--method", "window"), "budget", "20%") for one in ("generate", "trace")),
+    ("generate", (*ASK, "--prefill", "window"), "prefill-budget", "20%"),
     ("generate", (*ASK, "--lossless"), "lookup", "flat"),
     ("chat", ("--max-new-tokens", "2"), "seed", "3"),
     ("chat", ("--max-new-tokens", "2", *DENSE), "placement", "host"),

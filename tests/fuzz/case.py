@@ -88,8 +88,17 @@ class Case:
     @property
     def options_read(self) -> Options:
         """The method's options without those that the others, or a dense prefill of questions, leave without effect."""
-        kind, given, decodes = methods()[self.method], dict(self.options), self.question_prefill != "own"
-        return tuple((name, value) for name, value in self.options if not unread(kind, name, given, decodes=decodes))
+        return _read(methods()[self.method], self.options, decodes=self.question_prefill != "own")
+
+    @property
+    def prefill_options_read(self) -> Options:
+        """The document's prefill's options without those that the others leave without effect."""
+        return _read(prefills()[self.prefill], self.prefill_options, decodes=False)
+
+
+def _read(kind: type, options: Options, *, decodes: bool) -> Options:
+    """Those of the options that a class reads beside the others."""
+    return tuple((name, value) for name, value in options if not unread(kind, name, dict(options), decodes=decodes))
 
 
 LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "smollm3", "qwen3_next", "falcon_h1")

@@ -26,7 +26,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.codes import CodeScan, CodesSelector, QuestionScan
 from sparsekv.runtime.methods.csattention import ListSearch, TableSelector
-from sparsekv.runtime.selection.clusters.selector import ClusterSelector
+from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries, Selector
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.wrappers import chosen_rows, unite
@@ -391,6 +391,20 @@ def expect_union(form: MethodSpec, selector: Selector, layer: Layer) -> None:
             expect(right, "reads of a union", f"of one query, {form.title}: {read} rows of the index, not {alone}")
 
 
+def expect_as_flat(world: World, form: MethodSpec, selector: Selector, rows: LayerRows, layer: Layer) -> None:
+    """A hierarchical lookup that scores all finest clusters, for a large budget, chooses what a flat one does."""
+    if not isinstance(form.method, ClusterMethod) or form.method.lookup != "hierarchical":
+        return
+    flat_form, budget = replace(form, method=replace(form.method, lookup="flat")), Budget.parse(world.case.budget)
+    flat = prepare_layer(rows, flat_form, world.model.device).selector
+    for joint in (False, True):
+        queries = Queries(layer.query, lambda: layer.positions, lambda: layer.beside, joint=joint)
+        found, expected = (one.select(queries, budget) for one in (selector, flat))
+        if isinstance(found.cost.index_rows, float):  # down a hierarchy each query reads a number of its own
+            same = torch.equal(found.rows.lengths, expected.rows.lengths)
+            expect(same, "lookup of a large budget", f"of {form.title} is not the flat one")
+
+
 def ways_to_choose(world: World, index: OpenIndex) -> Ways:
     """All choices of all indexed layers, of the methods that the index was built for."""
     case = world.case
@@ -398,8 +412,10 @@ def ways_to_choose(world: World, index: OpenIndex) -> Ways:
         method = from_options(methods(), name, case.options if name == case.method else ())
         form = MethodSpec(name, "", method)
         for number in index.artifact.manifest.indexed_layers:
-            prepared = prepare_layer(LayerRows(index.artifact, number), form, world.model.device)
+            rows = LayerRows(index.artifact, number)
+            prepared = prepare_layer(rows, form, world.model.device)
             layer = asked_layer(world, index, number)
+            expect_as_flat(world, form, prepared.selector, rows, layer)
             expect_union(form, prepared.selector, layer)
             if (ways := CHOOSERS.get(type(prepared.selector))) is not None:
                 yield from (replace(one, by=f"{name} by {one.by}") for one in ways(prepared.selector, layer))

@@ -62,7 +62,7 @@ def _built(world: World, order: str) -> tuple[int, bool]:
     build += ["--sinks", str(case.sinks), "--tail", str(case.tail), "--chunk-size", str(case.chunk_size)]
     build += ["--method", name, *as_arguments(options), *("--raw",) * case.raw, "--prefill", case.prefill]
     build += reading_options(world)
-    build += as_arguments(case.prefill_options) if case.prefill in prefills() else []
+    build += as_arguments(case.prefill_options_read) if case.prefill in prefills() else []
     build += [] if case.kv_dtype is None else ["--kv-dtype", case.kv_dtype]
     build += [] if case.rounded is None else ["--weights", case.rounded]
     if "is the index of another document" in run_here(*build).stderr:

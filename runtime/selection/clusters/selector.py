@@ -21,6 +21,7 @@ from sparsekv.kernels.common.runs import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.clusters.steps import (
+    FLAT,
     ClusterSteps,
     LevelCentroids,
     Scored,
@@ -215,7 +216,7 @@ class ClusterSelector(Selector):
         limits = None
         if self.thresholds is not None:
             share = budget.share(self.middle)
-            answer, question = (self.thresholds.finest(share, joint=joint) for joint in (False, True))
+            answer, question = (self.thresholds.finest(share, joint=joint, flat=True) for joint in (False, True))
             # This arithmetic copies no constant to the GPU. A copy is not allowed while a step is captured.
             limits = answer + (question - answer) * asks.float()
         query = queries.query if self.windowed_rope is None else self.windowed_rope.query(queries)
@@ -264,7 +265,7 @@ class ClusterSelector(Selector):
         if self.thresholds is not None:
             if not (flat and counter is not None and query.is_cuda):
                 return None
-            threshold = self.thresholds.finest(budget.share(self.middle), joint=False)
+            threshold = self.thresholds.finest(budget.share(self.middle), joint=False, flat=True)
             return self.steps.flat(query, self.middle, threshold, counter)
         if not query.is_cuda:
             return self.steps.best(query, tokens) if flat and tokens else None
@@ -333,7 +334,7 @@ class ClusterSelector(Selector):
     def _choose(self, scored: Scored, budget: Budget, joint: bool) -> tuple[torch.Tensor, int]:
         """Compute the number of tokens to select from each scored cluster, and an upper bound of their total."""
         if self.thresholds is not None:
-            threshold = self.thresholds.finest(budget.share(self.middle), joint=joint)
+            threshold = self.thresholds.finest(budget.share(self.middle), joint=joint, flat=self._is_flat(budget))
             kept = scored.counts.long() * (scored.scores >= threshold)
             return kept, int(kept.sum(-1).max())
         tokens = budget.tokens(self.middle)
@@ -342,7 +343,7 @@ class ClusterSelector(Selector):
         return torch.zeros_like(lengths).scatter_(-1, order, lengths), tokens
 
 
-LOOKUPS = ("flat", "hierarchical")
+LOOKUPS = (FLAT, "hierarchical")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Self
 
 import numpy as np
@@ -146,11 +146,16 @@ def of_clusters(values: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
     return values[:, None].expand(-1, clusters.shape[1], -1).gather(-1, clusters)
 
 
+FLAT = "flat"  # name of the lookup that scores all finest clusters
+
+
 @dataclass(frozen=True)
 class Thresholds:
     """Calibrated score thresholds of one lookup: for decode steps, and for a question's prefill.
 
-    A question's tokens share one selection by their mean scores, which are flatter than those of a single token.
+    A question's tokens share one selection by their mean scores, which are flatter than those of a single token. The
+    scores of a hierarchical lookup are normalised over fewer clusters than those of a flat one. Each kind of selection
+    and of lookup has thresholds of its own.
 
     Args:
         calibration: the method's calibration in the manifest.
@@ -162,8 +167,8 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         """Raise ValueError, KeyError or TypeError for a malformed calibration; calibrations are read from manifests."""
-        for joint in (False, True):
-            found = self._of(joint)
+        for joint, flat in product((False, True), repeat=2):
+            found = self._of(joint, flat)
             kept, thresholds = np.array(found["curve"], dtype=float).T
             coarse = np.array(found["coarse_thresholds"], dtype=float)
             finite = all(np.isfinite(numbers).all() for numbers in (kept, thresholds, coarse))
@@ -172,21 +177,22 @@ class Thresholds:
 
     def coarse(self, depth: int, *, joint: bool) -> float:
         """Return the threshold of a coarse level; depth 1 is the coarsest. `joint`: for a question's prefill."""
-        return float(self._of(joint)["coarse_thresholds"][depth - 1])
+        return float(self._of(joint, flat=False)["coarse_thresholds"][depth - 1])
 
-    def finest(self, share: float, *, joint: bool) -> float:
+    def finest(self, share: float, *, joint: bool, flat: bool) -> float:
         """Return the threshold with which a target share of the middle's tokens is selected; 0 for a share of 1.
 
         Interpolates between the calibrated points (share, threshold), on logarithmic axes. `joint`: for a prefill.
+        `flat`: for scores of all finest clusters, which a hierarchical lookup also computes if the share is large.
         """
         if share >= 1:
             return 0.0
-        kept, thresholds = np.array(self._of(joint)["curve"]).T
+        kept, thresholds = np.array(self._of(joint, flat)["curve"]).T
         known = thresholds > 0
         return float(np.exp(np.interp(np.log(share), np.log(kept[known]), np.log(thresholds[known]))))
 
-    def _of(self, joint: bool) -> dict[str, Any]:
-        found: dict[str, Any] = self.calibration["prefill" if joint else "decode"][self.lookup]
+    def _of(self, joint: bool, flat: bool) -> dict[str, Any]:
+        found: dict[str, Any] = self.calibration["prefill" if joint else "decode"][FLAT if flat else self.lookup]
         return found
 
 

@@ -57,7 +57,7 @@ def test_points_fall_in_threshold_as_they_rise_in_share(seed: int) -> None:
     shares, thresholds = np.array(curve.points()).T
     assert (np.diff(shares) > 0).all()
     assert (np.diff(thresholds) <= 0).all()
-    assert (shares[0], shares[-1], thresholds[-1]) == (0.001, 1.0, 0.0)
+    assert (shares[0], shares[-1], thresholds[-1]) == (1e-6, 1.0, 0.0)
 
 
 def test_order_and_pieces_of_what_is_added_do_not_matter() -> None:

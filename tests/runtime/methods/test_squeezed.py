@@ -172,7 +172,7 @@ def test_a_smaller_share_by_threshold_chooses_a_part_of_what_a_larger_one_does(
 
 @pytest.mark.parametrize("lookup", ["flat", "hierarchical"])
 @pytest.mark.parametrize("levels", [(0.2, 0.05), (0.4, 0.2, 0.1)], ids=["two levels", "three levels"])
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.3, 0.8])  # from 0.3 on, a hierarchy scores all finest clusters
 def test_a_threshold_keeps_its_share_of_the_calibration_queries(
     lookup: str, levels: tuple[float, ...], share: float
 ) -> None:
@@ -184,11 +184,20 @@ def test_a_threshold_keeps_its_share_of_the_calibration_queries(
     assert float(kept.std()) > 0
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_threshold_keeps_a_few_of_many_tokens(tokens: int) -> None:
+    """Less than a thousandth of the document."""
+    layer = small_layer(middle=4000, levels=(0.3,))
+    layer = replace(layer, queries=layer.queries[:, :, : layer.split.tail // 2])
+    _, selection = _select(layer, BY_THRESHOLD, Budget(tokens))
+    assert float(selection.rows.lengths.sum(-1).double().mean()) == pytest.approx(tokens, abs=0.3)
+
+
 def test_each_coarse_threshold_is_used_at_its_own_level() -> None:
     """Everything passes the coarsest level, and of the next one the best cluster alone, by a threshold out of reach."""
     layer = small_layer(levels=(0.4, 0.2, 0.1))
-    curve = layer.context.calibration["decode"]["flat"]["curve"]
-    found = {"hierarchical": {"curve": curve, "coarse_thresholds": [0.0, 2.0]}}
+    flat = layer.context.calibration["decode"]["flat"]
+    found = {"flat": flat, "hierarchical": {"curve": flat["curve"], "coarse_thresholds": [0.0, 2.0]}}
     calibration = {"decode": found, "prefill": found}
     layer = replace(layer, context=replace(layer.context, calibration=calibration))
     _, selection = _select(layer, Squeezed("hierarchical", "threshold"), Budget(0.1))
