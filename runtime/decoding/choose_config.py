@@ -61,7 +61,8 @@ def choose_config(
         if isinstance(chosen, Dense):
             config = DecodeConfig(chosen)
         else:
-            config = DecodeConfig(MethodSpec(name, "", chosen, residual), share or kind.default_budget(artifact.manifest.split.middle))
+            share = share or chosen.default_budget(artifact.manifest.split.middle)
+            config = DecodeConfig(MethodSpec(name, "", chosen, residual), share)
     question = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if config.attention.residual:
         residual_source(artifact)

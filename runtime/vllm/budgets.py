@@ -35,8 +35,8 @@ class DecodeSetting:
     budget: Within | None
 
     def __str__(self) -> str:
-        told = {None: DENSE, "default": "its default budget"}
-        return f"{self.method} within {told.get(self.budget, self.budget)}"
+        budget = "its default budget" if self.budget == "default" else self.budget or DENSE
+        return f"{self.method} within {budget}"
 
     @classmethod
     def parse(cls, method: Any, budget: Any) -> "DecodeSetting | None":
