@@ -20,6 +20,8 @@ LONGEST = 32
 """A `Streamer` that has this many tokens drops those that it no longer needs, unless a character is incomplete."""
 INCOMPLETE = "\ufffd"
 """Text of the first bytes of a character, until a later token has the others."""
+LONGEST_CHARACTER = 4
+"""Largest number of bytes, and so of tokens, of a character."""
 
 
 class Streamer:
@@ -53,7 +55,7 @@ class Streamer:
 
     def end(self) -> None:
         """Pass on the rest of the text."""
-        text = self._decoded(0)
+        text = decoded(self.tokenizer, self.tokens)
         self._pass_on(text, len(text))
 
     def _pass_on(self, text: str, end: int) -> None:
@@ -80,6 +82,24 @@ class Streamer:
             if (end := self._decoded(start)) and text.endswith(end):
                 self.tokens, self._passed = self.tokens[start:], len(end)
                 return
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Decode the tokens of an answer to text, without special tokens.
+
+    Where tokens are single bytes, a tokenizer may decode none of the characters before an incomplete last one. These
+    characters are decoded here, and the incomplete one becomes U+FFFD.
+    """
+
+    def text(end: int) -> str:
+        return str(tokenizer.decode(list(tokens[:end]), skip_special_tokens=True))
+
+    whole = text(len(tokens))
+    if not whole.endswith(INCOMPLETE):
+        return whole
+    shorter = (text(end) for end in range(len(tokens) - 1, max(-1, len(tokens) - LONGEST_CHARACTER), -1))
+    before = next((one for one in shorter if not one.endswith(INCOMPLETE)), "")
+    return whole if whole.startswith(before) else f"{before}{INCOMPLETE}"
 
 
 def own_endings(model: PreTrainedModel) -> set[int]:
@@ -118,7 +138,7 @@ def unshown_endings(index: OpenIndex) -> set[int]:
 def answer_text(index: OpenIndex, answer: Sequence[int]) -> str:
     """Decode an answer's tokens to text, without special tokens and without a last token in `unshown_endings`."""
     shown = answer[:-1] if answer and answer[-1] in unshown_endings(index) else answer
-    return str(index.tokenizer.decode(list(shown), skip_special_tokens=True))
+    return decoded(index.tokenizer, shown)
 
 
 @dataclass(frozen=True)
