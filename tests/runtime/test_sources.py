@@ -147,13 +147,14 @@ def test_texts_and_lines_are_whole_where_characters_are_bytes(tmp_path: Path) ->
         assert (source.text, source.lines) == (written[line - 1], (line, line))
 
 
-def test_a_source_in_a_pdf_is_on_a_page(tmp_path: Path) -> None:
-    """A token of a line break before a page may be the page's first one."""
-    pages = ("Sentence 1 is here.", "Sentence 2 is here.")
+@pytest.mark.parametrize("word", ["Sentence", "\uac00"])
+def test_a_source_in_a_pdf_is_on_a_page(word: str, tmp_path: Path) -> None:
+    """A token of a line break before a page may be the page's first one, and its first character may be several."""
+    pages = (f"{word} 1 is here.", f"{word} 2 is here.")
     document = Document.of("\n\n".join(pages), (0, len(pages[0]) + 2))
     index = build_small(tmp_path / "paper.skv", prompt=encode_prompt(tiny_tokenizer(), document))
-    assert _place(index, "Sentence 1 is") == "paper p. 1"
-    assert _place(index, "Sentence 2 is") == "paper p. 2"
+    assert _place(index, " 1 is") == "paper p. 1"
+    assert _place(index, " 2 is") == "paper p. 2"
 
 
 def test_text_that_was_added_has_lines_of_its_own(tmp_path: Path) -> None:
