@@ -1,5 +1,7 @@
 """Answers: token ids of a question, EOS tokens, streamed text, and the cost of an answer."""
 
+import codecs
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +23,10 @@ LONGEST = 32
 INCOMPLETE = "\ufffd"
 """Text of the first bytes of a character, until a later token has the others."""
 LONGEST_CHARACTER = 4
-"""Largest number of bytes, and so of tokens, of a character."""
+"""Largest number of bytes of a character."""
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""A token of a SentencePiece vocabulary that is a single byte."""
+UTF_8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Streamer:
@@ -87,19 +92,23 @@ class Streamer:
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     """Decode the tokens of an answer to text, without special tokens.
 
-    Where tokens are single bytes, a tokenizer may decode none of the characters before an incomplete last one. These
-    characters are decoded here, and the incomplete one becomes U+FFFD.
+    Tokens such as `<0xE2>` are single bytes. If such tokens end within a character, tokenizers decode none of the bytes
+    before it. Here only the incomplete character becomes U+FFFD.
     """
+    names = [str(tokenizer.convert_ids_to_tokens(token)) for token in tokens[-LONGEST_CHARACTER:]]
+    for count in range(1, min(len(tokens), LONGEST_CHARACTER - 1) + 1):
+        if _begins_character(names[-count:]):
+            return f"{tokenizer.decode(list(tokens[:-count]), skip_special_tokens=True)}{INCOMPLETE}"
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def text(end: int) -> str:
-        return str(tokenizer.decode(list(tokens[:end]), skip_special_tokens=True))
 
-    whole = text(len(tokens))
-    if not whole.endswith(INCOMPLETE):
-        return whole
-    shorter = (text(end) for end in range(len(tokens) - 1, max(-1, len(tokens) - LONGEST_CHARACTER), -1))
-    before = next((one for one in shorter if not one.endswith(INCOMPLETE)), "")
-    return whole if whole.startswith(before) else f"{before}{INCOMPLETE}"
+def _begins_character(names: Sequence[str]) -> bool:
+    """Whether tokens are single bytes, the first but not all bytes of a character."""
+    found = [int(one[1], 16) for name in names if (one := BYTE.fullmatch(name))]
+    try:
+        return len(found) == len(names) and not UTF_8().decode(bytes(found))
+    except UnicodeDecodeError:
+        return False
 
 
 def own_endings(model: PreTrainedModel) -> set[int]:
