@@ -174,7 +174,9 @@ def line_of_first_token(
 
     blank = text[: len(text) - len(text.lstrip())]
     most = len(before) + 4 * (len(blank) + 1)  # a character has at most four tokens
-    begin = decoded(ids[:most])
+    # A cut within a character may undo the line breaks before it (`Places._is_whole`).
+    begins = (decoded(ids[:end]) for end in range(most, most + 4))
+    begin = next((text for text in begins if not text.endswith("\ufffd")), decoded(ids[:most]))
     letters = [place for place, one in enumerate(begin) if not one.isspace()]
     # The first letter of the text is the one after the letters of what precedes it.
     number = sum(not one.isspace() for one in decoded(before))

@@ -245,8 +245,14 @@ def _first_tokens(pages: Sequence[int], begins: list[int], stops_at: int | None,
             page gets the first token of `within`.
     """
     kept = [page for page in pages if stops_at is None or page < stops_at]
-    tokens = (max(bisect_right(begins, page) - 1, within.start) for page in kept)
+    tokens = (max(_token_of(page, begins), within.start) for page in kept)
     return tuple(token for token in tokens if token < within.stop)
+
+
+def _token_of(character: int, begins: list[int]) -> int:
+    """Return the first token of a character, whose bytes may be several tokens; -1 if all tokens begin after it."""
+    last = bisect_right(begins, character) - 1
+    return bisect_left(begins, begins[last]) if last >= 0 else last
 
 
 def _encoder(

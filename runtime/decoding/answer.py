@@ -1,5 +1,6 @@
 """Answers: token ids of a question, EOS tokens, streamed text, and the cost of an answer."""
 
+import codecs
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,11 @@ LONGEST = 32
 """A `Streamer` that has this many tokens drops those that it no longer needs, unless a character is incomplete."""
 INCOMPLETE = "\ufffd"
 """Text of the first bytes of a character, until a later token has the others."""
-BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+LONGEST_CHARACTER = 4
+"""Largest number of bytes of a character."""
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """Name of a token for one byte in tokenizers with byte fallback."""
+UTF_8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Streamer:
@@ -65,7 +69,7 @@ class Streamer:
 
     def end(self) -> None:
         """Pass on the rest of the text."""
-        text = self._decoded(0)
+        text = decoded(self.tokenizer, self.tokens)
         self._pass_on(text, len(text))
 
     def _pass_on(self, text: str, end: int) -> None:
@@ -92,6 +96,31 @@ class Streamer:
             if (end := self._decoded(start)) and text.endswith(end):
                 self.tokens, self._passed = self.tokens[start:], len(end)
                 return
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Decode the tokens of an answer to text, without special tokens.
+
+    Tokens such as `<0xE2>` are single bytes. If such tokens end within a character, tokenizers decode none of the bytes
+    before it. Here only the incomplete character becomes U+FFFD.
+    """
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    # Neither special tokens nor embeddings beyond the tokenizer's vocabulary, which have no name, end a run of bytes.
+    shown = [one for one in tokens if one not in special and tokenizer.convert_ids_to_tokens(one) is not None]
+    names = [str(tokenizer.convert_ids_to_tokens(token)) for token in shown[-LONGEST_CHARACTER:]]
+    for count in range(1, min(len(shown), LONGEST_CHARACTER - 1) + 1):
+        if _begins_character(names[-count:]):
+            return f"{tokenizer.decode(shown[:-count], skip_special_tokens=True)}{INCOMPLETE}"
+    return str(tokenizer.decode(shown, skip_special_tokens=True))
+
+
+def _begins_character(names: Sequence[str]) -> bool:
+    """Whether tokens are single bytes, the first but not all bytes of a character."""
+    found = [int(one[1], 16) for name in names if (one := BYTE.fullmatch(name))]
+    try:
+        return len(found) == len(names) and not UTF_8().decode(bytes(found))
+    except UnicodeDecodeError:
+        return False
 
 
 def own_endings(model: PreTrainedModel) -> set[int]:
@@ -130,7 +159,7 @@ def unshown_endings(index: OpenIndex) -> set[int]:
 def answer_text(index: OpenIndex, answer: Sequence[int]) -> str:
     """Decode an answer's tokens to text, without special tokens and without a last token in `unshown_endings`."""
     shown = answer[:-1] if answer and answer[-1] in unshown_endings(index) else answer
-    return str(index.tokenizer.decode(list(shown), skip_special_tokens=True))
+    return decoded(index.tokenizer, shown)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def split_passages(texts: Sequence[str]) -> Passages:
     """Split a prompt, given as the texts of its tokens, into sentences.
 
     A sentence of more than `LONGEST` tokens is cut between words. A token of white space belongs to the sentence that
-    precedes it.
+    precedes it. The tokens of a character stay together.
     """
     starts = [0, *accumulate(map(len, texts))]
     edges = [0]
@@ -55,6 +55,7 @@ def split_passages(texts: Sequence[str]) -> Passages:
         edge = bisect_left(starts, found.end(), 0, len(texts))
         while edge < len(texts) and not texts[edge].strip():
             edge += 1
+        edge = _first_of_character(texts, edge)
         if edge > edges[-1]:
             edges.append(edge)
     if edges[-1] < len(texts):
@@ -73,14 +74,21 @@ def _cut(texts: Sequence[str], edges: Sequence[int]) -> Iterator[int]:
 def _last_word(texts: Sequence[str], start: int) -> int:
     """Return the token at which to cut a long sentence: the last that begins a word, at most `LONGEST` after `start`.
 
-    If no word begins in the second half of these `LONGEST` tokens, as in languages without spaces, `start + LONGEST` is
-    returned.
+    If no word begins in the second half of these `LONGEST` tokens, as in languages without spaces, it is the last token
+    that begins a character.
     """
     end = start + LONGEST
     words = (
         at for at in range(end, start + LONGEST // 2, -1) if texts[at][:1].isspace() or texts[at - 1][-1:].isspace()
     )
-    return next(words, end)
+    return _first_of_character(texts, next(words, end))
+
+
+def _first_of_character(texts: Sequence[str], token: int) -> int:
+    """Return the first of the tokens that make up the character of a token: those before it that have no text."""
+    while 0 < token < len(texts) and not texts[token - 1]:
+        token -= 1
+    return token
 
 
 UNDECODED = "\ufffd"

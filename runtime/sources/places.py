@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from sparsekv.formats.documents.continuation import BETWEEN
 from sparsekv.formats.documents.plain_text import Trusted, encode_text
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.sources.passages import LONGEST, split_passages, token_texts
+from sparsekv.runtime.sources.passages import LONGEST, UNDECODED, split_passages, token_texts
 
 BLOCK = 256
-"""Number of tokens of a block. The number of line breaks before each block is computed once and cached."""
+"""Least number of tokens of a block. The number of line breaks before each block is computed once and cached."""
 BESIDE = 0.1
 """A sentence next to the best sentence joins the source if its attention is at least this share of the best
 sentence's attention."""
@@ -84,6 +84,7 @@ class Places:
 
     def __init__(self, artifact: Artifact, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer, self.ids = tokenizer, artifact.input_ids().tolist()
+        self._characters: dict[int, bool] = {}
         prompt, name = artifact.manifest.prompt, artifact.folder.stem
         added = [one.tokens for one in artifact.manifest.additions]
         edges = [*accumulate(added, initial=len(self.ids) - sum(added))]
@@ -146,8 +147,10 @@ class Places:
             best: the first of the `LONGEST` consecutive tokens with the largest sum of shares.
             centre: the one of these tokens with the largest share.
         """
-        first = max(within[0], min(best, centre) - LONGEST)
+        first = self._last_whole(within[0], max(within[0], min(best, centre) - LONGEST))
         last = min(within[1], centre + 2 * LONGEST)
+        while last < within[1] and not self._is_whole(last):
+            last += 1
         edges = [first + edge for edge in split_passages(token_texts(self.tokenizer, self.ids[first:last])).edges]
         sums = [float(left[start:stop].sum()) for start, stop in pairwise(edges)]
         low = high = max(range(len(sums)), key=sums.__getitem__)
@@ -162,7 +165,7 @@ class Places:
         return edges[low], edges[high + 1]
 
     def _source(self, whole: Text, start: int, stop: int, score: float) -> Source:
-        text = self._text(start, stop)
+        text = "".join(token_texts(self.tokenizer, self.ids[start:stop]))  # a cut document may end within a character
         begin = len(text) - len(text.lstrip())
         before = self._line_breaks(start) - self._line_breaks(whole.begin)
         first = whole.first_line + before + text[:begin].count("\n")
@@ -171,14 +174,33 @@ class Places:
 
     def _line_breaks(self, stop: int) -> int:
         """Return the number of line breaks in the prompt's first `stop` tokens."""
-        block = stop // BLOCK
-        return self._of_blocks[block] + self._text(block * BLOCK, stop).count("\n")
+        edges, before = self._blocks
+        block = bisect_right(edges, stop) - 1
+        return before[block] + self._text(edges[block], stop).count("\n")
 
     @cached_property
-    def _of_blocks(self) -> list[int]:
-        """Number of line breaks before each block, and in the whole prompt."""
-        starts = range(0, len(self.ids), BLOCK)
-        return [*accumulate((self._text(start, start + BLOCK).count("\n") for start in starts), initial=0)]
+    def _blocks(self) -> tuple[list[int], list[int]]:
+        """The first token of each block, and the number of line breaks before it."""
+        edges = [0]
+        for token in range(BLOCK, len(self.ids), BLOCK):
+            if (edge := self._last_whole(edges[-1], token)) > edges[-1]:
+                edges.append(edge)
+        return edges, [*accumulate((self._text(*block).count("\n") for block in pairwise(edges)), initial=0)]
+
+    def _last_whole(self, least: int, token: int) -> int:
+        """Return the last token in [least, token] that `_is_whole`; `least` if there is none."""
+        return next((one for one in range(token, least, -1) if self._is_whole(one)), least)
+
+    def _is_whole(self, token: int) -> bool:
+        """Whether a token is text by itself, so that it begins with a character's first byte.
+
+        A text that is cut within a character may lose line breaks beside the cut: bytes that are tokens of their own
+        are decoded together, and none of them is decoded unless all of them are text.
+        """
+        number = self.ids[token]
+        if number not in self._characters:
+            self._characters[number] = UNDECODED not in self._text(token, token + 1)
+        return self._characters[number]
 
     def _text(self, start: int, stop: int) -> str:
         ids = self.ids[start:stop]

@@ -11,7 +11,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.sparse_layer import appends, divides_questions
 from sparsekv.runtime.cache.kept_turns import KeptTurns, TurnStore
-from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.answer import Answer, decoded, question_ids
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
@@ -263,4 +263,4 @@ def _greedy(world: World, index: OpenIndex, asked: torch.Tensor, hidden: torch.T
         if float(best.values[0] - best.values[1]) <= 20 * ROUNDING * float(logits.abs().max()):
             return None
         answer.append(int(best.indices[0]))
-    return str(world.tokenizer.decode(answer, skip_special_tokens=True))
+    return decoded(world.tokenizer, answer)

@@ -33,4 +33,4 @@ def deed(name: str, weight: float, *, asks: bool = True) -> Callable[[Run], Run]
     return add
 
 
-from . import asking, building, choosing, commands, drawing, files, gauging, printed, reporting, talking  # noqa: E402, F401
+from . import asking, building, choosing, commands, drawing, files, gauging, printed, reporting, serving, talking  # noqa: E402, F401

@@ -137,6 +137,10 @@ FAULTS = (
         Patch("runtime/sources/places.py", "if prompt.first_line is None else", "if True else"),
     ),
     Fault(
+        "passages begin within a character",
+        Patch("runtime/sources/passages.py", "        edge = _first_of_character(texts, edge)\n", ""),
+    ),
+    Fault(
         "sinks and tail are seen without a passage of theirs",
         Patch("runtime/tracing/trace.py", "[chosen, _masked(exact, beside), *rest]", "[chosen, exact, *rest]"),
     ),

@@ -108,6 +108,19 @@ def test_a_long_sentence_is_cut_between_words() -> None:
     assert [len(tokens) for _, tokens in split_passages(["\u597d"] * 100)] == [LONGEST, 100 - LONGEST]
 
 
+@any_tokenizer
+@pytest.mark.parametrize(
+    "text", ["One. \U0001f511 Two.\n\uac00 Three.", "\uac00" * LONGEST, " ".join(["\u3042" * 30] * 9)]
+)
+def test_the_tokens_of_a_character_stay_together(make: object, text: str) -> None:
+    assert callable(make)
+    tokenizer = make()
+    texts = token_texts(tokenizer, _ids(tokenizer, text))
+    passages = list(split_passages(texts))
+    assert len(passages) > 1
+    assert all(tokens[-1] for _, tokens in passages)
+
+
 def test_passages_are_sentences() -> None:
     sentences = [
         'He said: "Stop!"',

@@ -1,18 +1,23 @@
 """Sources against the weights of the model's own attention, and the table of retrieval heads."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 from support.small_index import build_small, reopen, small_plan
 from support.source_shares import retrieval_shares
-from support.tiny_models import CHAT_TEMPLATE, FAMILIES, tiny_tokenizer
+from support.tiny_models import CHAT_TEMPLATE, FAMILIES, build_tiny, tiny_tokenizer
+from support.tokenizers_of_families import tokenizer_of
+from transformers import LlamaConfig
 
 from sparsekv.formats.documents.document import Document
 from sparsekv.formats.documents.prompt import chat_frame, encode_prompt, next_turn
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
@@ -124,13 +129,32 @@ def test_lines_are_those_of_the_file_after_blank_lines(template: str | None, bla
         assert _place(index, f"Sentence {line} is") == f"lines:{line + blank.count(chr(10))}"
 
 
-def test_a_source_in_a_pdf_is_on_a_page(tmp_path: Path) -> None:
-    """A token of a line break before a page may be the page's first one."""
-    pages = ("Sentence 1 is here.", "Sentence 2 is here.")
+def test_texts_and_lines_are_whole_where_characters_are_bytes(tmp_path: Path) -> None:
+    """A tokenizer as Llama 2's decodes no byte of a run of bytes, line breaks among them, unless all of it is text."""
+    tokenizer, written = (
+        tokenizer_of("gemma"),
+        [f"\uac00\ub098\ub2e4\ub77c {number} is here." for number in range(1, 61)],
+    )
+    loaded = LoadedModel(build_tiny(LlamaConfig, vocab_size=2048)(), tokenizer, "tiny", None)
+    prompt = encode_prompt(tokenizer, "\n".join(written))
+    index = build_small(tmp_path / "lines.skv", loaded=loaded, prompt=prompt)
+    texts, places = token_texts(tokenizer, index.input_ids.tolist()), Places(index.artifact, tokenizer)
+    starts = [*accumulate(map(len, texts))]
+    for line in (1, 2, 30, 45, 60):
+        shares = torch.zeros(len(texts), dtype=torch.float64)
+        shares[bisect_right(starts, "".join(texts).index(f" {line} is"))] = 1
+        (source,) = places.sources(shares, 1)
+        assert (source.text, source.lines) == (written[line - 1], (line, line))
+
+
+@pytest.mark.parametrize("word", ["Sentence", "\uac00"])
+def test_a_source_in_a_pdf_is_on_a_page(word: str, tmp_path: Path) -> None:
+    """A token of a line break before a page may be the page's first one, and its first character may be several."""
+    pages = (f"{word} 1 is here.", f"{word} 2 is here.")
     document = Document.of("\n\n".join(pages), (0, len(pages[0]) + 2))
     index = build_small(tmp_path / "paper.skv", prompt=encode_prompt(tiny_tokenizer(), document))
-    assert _place(index, "Sentence 1 is") == "paper p. 1"
-    assert _place(index, "Sentence 2 is") == "paper p. 2"
+    assert _place(index, " 1 is") == "paper p. 1"
+    assert _place(index, " 2 is") == "paper p. 2"
 
 
 def test_text_that_was_added_has_lines_of_its_own(tmp_path: Path) -> None:

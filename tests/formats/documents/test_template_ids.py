@@ -126,11 +126,13 @@ def test_text_appended_to_a_talk_begins_the_next_message(kind: str, more: str, q
     assert same(kind, said + answer + encoded.ids + asked, expected)
 
 
+@pytest.mark.parametrize("one", ["One", "\uac00\ub098\ub2e4\ub77c"])
 @pytest.mark.parametrize("blank", ["", "\n\n\n"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lines_are_those_of_the_texts(kind: str, blank: str) -> None:
-    """Of a document, of text behind it, whose tokens begin with its end, and of text behind an answer."""
-    tokenizer, text = tokenizer_of(kind), f"{blank}One.\nimport two.\nThree."
+def test_lines_are_those_of_the_texts(kind: str, blank: str, one: str) -> None:
+    """Of a document, of text behind it, whose tokens begin with its end, and of text behind an answer. Some tokenizers
+    decode a line break and the bytes of characters behind it together."""
+    tokenizer, text = tokenizer_of(kind), f"{blank}{one}.\nimport two.\nThree."
     prompt = encode_prompt(tokenizer, text)
     assert prompt.chat is not None
     more, _, _, after = encode_more(tokenizer, prompt.border, prompt.chat, text)

@@ -29,6 +29,7 @@ from sparsekv.formats.models.converted import damaged_files
 from sparsekv.formats.models.find import find_model
 from sparsekv.formats.models.gguf import _pre_tokenizer, check_config
 from sparsekv.formats.models.load import load_model, load_tokenizer, pull
+from sparsekv.runtime.decoding.answer import decoded
 
 TEXT = "The thesis: 12 things, 345 more, and what they're for.\n\n  def f(x):\n\treturn x ** 2\n" * 12
 
@@ -289,8 +290,8 @@ def test_answers_of_a_sentencepiece_file_are_transformers_own() -> None:
     messages = [{"role": "user", "content": f"{TEXT}\n\nWhy?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     output = plain.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    expected = output[0, prompt["input_ids"].shape[1] :]
-    assert answer["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    expected = output[0, prompt["input_ids"].shape[1] :].tolist()
+    assert answer["text"] == decoded(tokenizer, expected)  # these bytes end within a character
 
 
 def test_special_tokens_are_tokens_and_text_comes_back(file: Path) -> None:

@@ -11,7 +11,7 @@ from support.tokenizers_of_families import BYTES, KINDS, tokenizer_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from sparsekv.runtime.decoding.answer import Streamer
+from sparsekv.runtime.decoding.answer import Streamer, decoded
 
 WORDS = ["<s>", "</s>", "def", "\u2581f", ":", "\n", "\u2581\u2581\u2581\u2581", "return", "\u2581x", "\u2581"]
 
@@ -80,7 +80,7 @@ def test_any_tokens_stream_as_they_decode(answer: tuple[PreTrainedTokenizerFast,
             shown = str(tokenizer.decode(ids[:place], skip_special_tokens=True))
             assert "".join(pieces) == shown.rstrip("\ufffd")
     streamer.end()
-    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces) == decoded(tokenizer, ids)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "bytes", "byte fallback"])
@@ -111,3 +111,16 @@ def test_special_tokens_are_not_decoded_again(tokenizer: PreTrainedTokenizerFast
     for one in [WORDS.index(word) for word in before] + [0] * 40:
         streamer.put(one)
     assert len(streamer.tokens) == len(before[-1:])
+
+
+@pytest.mark.parametrize("left_out", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["gemma", "llama-2", "qwen"])
+def test_an_answer_that_ends_within_a_character_keeps_the_characters_before_it(kind: str, left_out: int) -> None:
+    """Also of a tokenizer as Llama 2's, which decodes no byte of a run of bytes unless all of it is text."""
+    tokenizer, pieces = tokenizer_of(kind), list[str]()
+    ids = tokenizer("Say: \uac00\ub098\U0001f600", add_special_tokens=False).input_ids[:-left_out]
+    streamer = Streamer(tokenizer, pieces.append)
+    for one in ids:
+        streamer.put(one)
+    streamer.end()
+    assert "".join(pieces) == decoded(tokenizer, ids) == "Say: \uac00\ub098\ufffd"
