@@ -204,7 +204,7 @@ class Halves:
     def __init__(self, artifact: Artifact, goal: Goal, progress: Progress, device: torch.device):
         self.goal, self.progress, self.rounds = goal, progress, 0
         self.target = goal.gain(goal.value)
-        self.layers = artifact.manifest.indexed_layers
+        self.layers, self.middle = artifact.manifest.indexed_layers, artifact.manifest.split.middle
         self.calibration, self.held_out = goal.meters(artifact, device)
         self.attention = (
             self.held_out
@@ -250,10 +250,13 @@ class Halves:
 
     def as_it_is(self, form: MethodSpec, config: DecodeConfig) -> Tuned:
         """Measure a config's setting, with one variant `form` of a method, on both halves. No search follows."""
-        shares = {layer: config.budget_of(layer).value for layer in self.layers}
+        shares = {layer: self._share(config.budget_of(layer)) for layer in self.layers}
         for meter in {id(one): one for one in (self.calibration, self.held_out, self.attention)}.values():
             self.measure(meter, [(form, shares)])
-        return self.tuned(form, config.budget.value, shares, self.target, by_layer=bool(config.layer_budgets))
+        return self.tuned(form, self._share(config.budget), shares, self.target, by_layer=bool(config.layer_budgets))
+
+    def _share(self, budget: Budget) -> float:
+        return float(budget.value) if budget.is_share else budget.share(self.middle)
 
     def tuned(self, form: MethodSpec, budget: float, shares: Shares, aim: float, *, by_layer: bool) -> Tuned:
         """Return a measured setting as a result; `aim` is the gain that the search aimed at."""

@@ -174,7 +174,7 @@ def tune(
         progress: called with a round's name, the number of measured layers or settings, and the total.
         time: returns the milliseconds of a decode step of a variant at a budget, for sorting settings. None: settings
             are sorted by KV fraction.
-        present: the config by which the index answers at present, with shares as budgets. None: no config is known.
+        present: the config by which the index answers at present. None: no config is known.
 
     Returns:
         One setting per method, then the measured setting of `present`, which is None if `present` is dense or None.

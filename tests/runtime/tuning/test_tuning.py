@@ -135,6 +135,18 @@ def test_a_method_that_chooses_nothing_holds_nothing(index: OpenIndex) -> None:
     assert (window.calibration, window.held_out, window.kv_fraction) == (0, 0, 0)
 
 
+def test_a_default_of_a_number_of_tokens_is_told_as_a_share(artifact: Artifact) -> None:
+    share = Budget(30).share(artifact.manifest.split.middle)
+    quest = methods()["quest"]()
+    told = [
+        tune(artifact, RecallGoal(0.5), ["window"], present=sparse("quest", quest, budget))[1]
+        for budget in (Budget(30), Budget(share))
+    ]
+    assert told[0] == told[1]
+    assert told[0] is not None
+    assert told[0].budget == share
+
+
 def test_what_was_learned_from_the_calibration_queries_is_searched_again(index: OpenIndex) -> None:
     """SnapKV keeps what these very queries attend to, so on others it falls short."""
     goal = ErrorGoal(0.1)
