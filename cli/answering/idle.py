@@ -28,8 +28,8 @@ def note_idle_method(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:
             told = f"{' and '.join(typed)} ha{'s' if len(typed) == 1 else 've'} no effect"
             note(f"{told}: on a CPU --lossless drafts tokens from earlier text, not by a method", quiet=quiet)
     elif isinstance(attention, MethodSpec) and attention.method.replaces() and on_command_line(ctx, "residual"):
-        told = f"{attention.name} represents the tokens that it does not select without it"
-        note(f"--residual has no effect: {told}", quiet=quiet)
+        told = f"--residual has no effect on {attention.name}"
+        note(f"{told}, which represents the tokens that it does not select without it", quiet=quiet)
     for name, one in (("budget", attention), ("prefill_budget", config.question)):
         if isinstance(one, MethodSpec | QuestionPrefill) and one.method.ignores_budget and on_command_line(ctx, name):
             told = f"--{name.replace('_', '-')} {ctx.params[name]} has no effect on {one.name}"

@@ -120,7 +120,8 @@ def describe(config: DecodeConfig) -> str:
     """Describe the method and the budget of a config, or dense attention, in a few words."""
     if isinstance(config.attention, Dense):
         return "dense attention to all of the document"
-    residual = ", with --residual" if config.attention.residual else ""
-    budget = config.budget.value
+    attention, budget = config.attention, config.budget.value
     share = f"{budget:,} tokens" if isinstance(budget, int) else str(config.budget)
-    return f"{config.attention.title} at {share} of the document{residual}"
+    fixed = attention.method.ignores_budget
+    told = "with the same tokens for any budget" if fixed else f"at {share} of the document"
+    return f"{attention.title} {told}{', with --residual' if attention.residual else ''}"

@@ -129,7 +129,8 @@ def method(session: Chat, argument: str) -> None:
     if argument:
         config = session.choices.other_method(session.talk.config, argument)
         own = ", its own budget" if session.choices.budget is None else ""
-        session.switch(config, "" if isinstance(config.attention, Dense) else f"{own}; /budget B changes that")
+        fixed = isinstance(config.attention, Dense) or config.attention.method.ignores_budget
+        session.switch(config, "" if fixed else f"{own}; /budget B changes that")
         return
     usable = choose_methods([], list(session.choices.artifact.manifest.methods))
     note(f"{describe(session.talk.config)}; there are: {', '.join([*usable, DENSE])}", quiet=False)

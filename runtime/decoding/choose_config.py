@@ -33,7 +33,8 @@ def choose_config(
     Args:
         parameters: method parameters by name; None for a parameter that the user did not set.
         budget: the budget as the user wrote it; by default the method's own.
-        residual: let centroids represent the tokens that the method does not select.
+        residual: let centroids represent the tokens that the method would drop. The config has no residual for a method
+            that drops none.
         prefill: attention of a question's tokens: `own` (the answer's method), a method's name, or `dense` (default).
         prefill_budget: the budget of the method that `prefill` names; by default `QUESTION_BUDGET`.
         others: other fields of the config.
@@ -62,7 +63,7 @@ def choose_config(
             config = DecodeConfig(chosen)
         else:
             share = share or chosen.default_budget(artifact.manifest.split.middle)
-            config = DecodeConfig(MethodSpec(name, "", chosen, residual), share)
+            config = DecodeConfig(MethodSpec(name, "", chosen, residual and not chosen.replaces()), share)
     question = question_prefill(prefill, prefill_budget, prefilling, parameters)
     if config.attention.residual:
         residual_source(artifact)

@@ -256,7 +256,7 @@ def test_a_residual_without_value_centroids_fails_before_a_model_is_looked_for(p
     }
     older = manifest.model_copy(update={"files": files})
     (place / "doc.skv" / "manifest.json").write_bytes(manifest_bytes(older)[0])
-    for command in (("generate", "Why?"), ("recall-report", "--queries", "doc.txt")):
+    for command in (("generate", "Why?", "--method", "squeezed"), ("recall-report", "--queries", "doc.txt")):
         fails(2, *command, "--residual", "--model", "none", says=("--residual", "--method multipole"))
 
 

@@ -143,6 +143,9 @@ NOTED = [
     ("generate", (*ASK, "--lossless"), "lookup", "flat"),
     ("chat", ("--max-new-tokens", "2"), "seed", "3"),
     ("chat", ("--max-new-tokens", "2", *DENSE), "placement", "host"),
+    ("chat", ("--max-new-tokens", "2"), "residual", ""),
+    ("chat", ("--max-new-tokens", "2", "--method", "window"), "budget", "20%"),
+    ("chat", ("--max-new-tokens", "2", "--prefill", "window"), "prefill-budget", "20%"),
     ("trace", ASK, "residual", ""),
     ("eval", (*FEW, *QA), "contexts", "2"),
     ("eval", (*FEW, "--task", "niah-single", "--contexts", "1"), "questions", "2"),
@@ -162,6 +165,8 @@ opened = 2.0
 prefill-queries = 2
 residual = true
 budget = "20%"
+[chat]
+residual = true
 [eval]
 contexts = 2
 budget = "20%"
@@ -239,12 +244,16 @@ def test_an_encoding_of_files_that_have_their_own_is_noted(given: tuple[str, ...
         ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "-q"),
         ("generate", *ASK),
         ("generate", *ASK, "--method", "quoka"),
+        ("chat", "--max-new-tokens", "2"),
         ("eval", *EVAL, *DENSE, "--max-new-tokens", "1"),
         ("eval", *EVAL, *QA, "--method", "quoka", "--max-new-tokens", "1", "--question-prefill", "dense"),
         ("recall-report", "--csv", "--method", "multipole"),
     ],
 )
-def test_defaults_of_a_project_are_neither_refused_nor_noted(place: Path, given: tuple[str, ...]) -> None:
+def test_defaults_of_a_project_are_neither_refused_nor_noted(
+    place: Path, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
     Path("pairs.jsonl").write_text(json.dumps({"question": "Why?", "answers": ["Line 3"]}))
     Path("sparsekv.toml").write_text(FILE)
     outcome = run_here(*given)

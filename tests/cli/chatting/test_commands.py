@@ -88,9 +88,7 @@ def test_a_save_that_would_overwrite_is_refused_and_the_talk_goes_on(place: Path
 def test_a_setting_changes_and_the_talk_stays(place: Path) -> None:
     with chat(place, "--stats", "--residual") as one:
         first = prompt_tokens(answer(one, "Why?"))
-        assert answer(one, "/method").startswith(
-            "multipole at 10% of the document, with --residual; there are: keydiff, "
-        )
+        assert answer(one, "/method").startswith("multipole at 10% of the document; there are: keydiff, ")
         assert answer(one, "/method quest") == (
             "quest at 10% of the document, with --residual, its own budget; /budget B changes that\n"
         )
@@ -100,6 +98,7 @@ def test_a_setting_changes_and_the_talk_stays(place: Path) -> None:
         )
         assert answer(one, "/budget 100%") == "squeezed at 100% of the document, with --residual\n"
         assert answer(one, "/budget") == "squeezed at 100% of the document, with --residual\n"
+        assert answer(one, "/method window") == "window with the same tokens for any budget, with --residual\n"
         assert prompt_tokens(answer(one, "Why?")) == first + ANSWER + tokens(FRAME, "Why?")
         one.press("d")
 
