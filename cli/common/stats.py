@@ -83,7 +83,7 @@ def print_stats(answer: "Answer", question: int | None = None, together: int = 1
     named = "" if question is None else f"question {question}: "
     note(f"{named}{_summary(answer, together)}", quiet=False)
     if seconds := compiling_took():
-        told = f"{seconds:.1f} s of that compiled kernels for this CPU; the next command reads them from disk"
+        told = f"{seconds:.1f} s of these times compiled kernels for this CPU; the next command reads them from disk"
         note(told, quiet=False)
     if answer.kv_fraction > 1:
         note(f"more than all keys and values: {MORE_THAN_EVERYTHING}", quiet=False)

@@ -44,6 +44,7 @@ HARMLESS = frozenset(
 )
 """Keyword arguments that do not change the result. Arguments that are in neither set are ignored if they are None, True
 or False, and refused otherwise."""
+KNOWN = FOLLOWED | HARMLESS
 WAYS = {
     "indices": "chooses keys by an indexer of the model's own",
     "block_indices": "chooses keys by an indexer of the model's own",
@@ -259,7 +260,7 @@ def _refuse_unfollowed(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, dropout: float, more: dict[str, Any]
 ) -> None:
     for name, value in more.items():
-        if name not in FOLLOWED | HARMLESS and not (value is None or isinstance(value, bool)):
+        if name not in KNOWN and not (value is None or isinstance(value, bool)):
             raise UnsupportedAttentionError(WAYS.get(name, f"depends on its argument `{name}`"))
     if dropout:
         raise UnsupportedAttentionError("drops some of its weights at random")

@@ -326,12 +326,12 @@ def _in_words(rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class MappedRows(MiddleRows):
-    """Rows on a CPU that are gathered from the mapped file, until a call needs a copy of the rows in the layout.
+    """Rows on a CPU that are read from the mapped file, until a call needs a copy of the rows in the layout.
 
-    The first call of `in_place` or `rewrite`, or of `from_row` with a layout or another dtype than the index's, copies
-    all rows of the middle once.
-    Until then the object allocates only the rows that it returns. Therefore an index opens without a copy, and a method
-    whose steps only gather rows never copies the middle.
+    With a layout, with int8 rows, or with another dtype than the index's, the first call of `in_place` or `from_row`
+    copies all rows of the middle once. The first call of `rewrite` always copies them. Until then the object allocates
+    only the rows that `gather` and `in_any_order` return. Therefore an index opens without a copy, and a method whose
+    steps only gather rows never copies the middle.
 
     Args:
         stored: keys and values [Hk, N, D] on the CPU, in order of position; int8 rows are dequantised when gathered.
@@ -345,7 +345,12 @@ class MappedRows(MiddleRows):
     order: torch.Tensor | None
     dtype: torch.dtype
     reachable: bool = True
+    _mapped: PlacedRows | None = field(default=None, init=False)
     _laid_out: MemoryRows | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.order is None and self.dtype == self.stored.dtype and not isinstance(self.stored, Int8Stored):
+            self._mapped = PlacedRows(*self.stored.part(self.middle))
 
     @property
     def used(self) -> int:  # type: ignore[override]
@@ -359,21 +364,17 @@ class MappedRows(MiddleRows):
         return keys.to(self.dtype), values.to(self.dtype)
 
     def in_place(self) -> PlacedRows | None:
-        return self._in_memory().in_place()
+        return self._mapped or self._in_memory().in_place()
 
     def from_row(self, start: int, heads: slice | torch.Tensor = EVERY) -> Pair:
-        converted = self.dtype != self.stored.dtype or isinstance(self.stored, Int8Stored)
-        if self._laid_out is not None or self.order is not None or converted:
+        if self._mapped is None:
             return self._in_memory().from_row(start, heads)
-        keys, values = self._from_token(start)
-        return keys[heads], values[heads]
+        return self._mapped.keys[heads, start:], self._mapped.values[heads, start:]
 
     def in_any_order(self) -> Pair:
-        return self._from_token(0) if self._laid_out is None else self._laid_out.from_row(0)
-
-    def _from_token(self, start: int) -> Pair:
-        """Return the keys and values of the middle's tokens from `start` on, in order of position."""
-        keys, values = self.stored.part(slice(self.middle.start + start, self.middle.stop))
+        if self._laid_out is not None:
+            return self._laid_out.from_row(0)
+        keys, values = self.stored.part(self.middle)
         return keys.to(self.dtype), values.to(self.dtype)
 
     def rewrite(self, start: int, new: Pair | None, order: torch.Tensor) -> None:
@@ -382,7 +383,7 @@ class MappedRows(MiddleRows):
     def _in_memory(self) -> MemoryRows:
         if self._laid_out is None:
             keys, values = (rows.to(self.dtype) for rows in self.stored.part(self.middle))
-            self._laid_out = MemoryRows(keys, values, self.order, keys.device)
+            self._laid_out, self._mapped = MemoryRows(keys, values, self.order, keys.device), None
         return self._laid_out
 
 

@@ -292,10 +292,12 @@ class Codes(Method):
     def prepare(self, context: MiddleContext) -> "CodesSelector":
         """Create the selector of a layer. Allocates the codebooks in float32, and two int64 per token and head.
 
-        With `scan` 1, the first step may also allocate a second copy of the codes. On a CPU this copy is in int32. On a
-        GPU it has the kernels' layout, and each token's cluster is copied to int16 or int32. A selection without
-        kernels allocates the logits of the scanned keys a few times. A selection with kernels allocates one byte per
-        token, and one byte per token and query if several queries select separately.
+        On a CPU with `scan` 1, loads the compiled step and allocates each token's cluster in int32. The first call on a
+        machine compiles the step, which takes seconds. Without a compiled step, the first selection allocates a second
+        copy of the codes in int32. On a GPU with `scan` 1, the first step may allocate a copy of the codes in the
+        kernels' layout, and of each token's cluster in int16 or int32. A selection without kernels allocates the logits
+        of the scanned keys a few times. A selection with kernels allocates one byte per token, and one byte per token
+        and query if several queries select separately.
         """
         return CodesSelector(context, self)
 
@@ -323,6 +325,9 @@ class CodesSelector(Selector):
         self.has_gpu_scan = method.scan == 1 and CodeScan.serves(tensors)
         of_questions = method.scan == 1 and QuestionScan.serves(tensors)
         self.question_scan = QuestionScan(tensors, self.facts) if of_questions else None
+        # Loading the compiled step takes as long as several decode steps. It is loaded here, so that no step waits.
+        in_float32 = self.codes.is_cpu and self.clusters.keys.dtype == torch.float32
+        self.is_compiled = method.scan == 1 and in_float32 and self.step_codes.compiled is not None
 
     @cached_property
     def step_codes(self) -> StepCodes:
@@ -412,15 +417,15 @@ class CodesSelector(Selector):
         exist or does not support the query.
         """
         tokens = budget.tokens(self.middle)
-        if self.method.scan < 1 or (self.method.rerank > 1 and tokens < self.middle) or not self._is_compiled(query):
+        if (self.method.rerank > 1 and tokens < self.middle) or not self._supports(query):
             return None
         replace, sinks = self.replace, sink_logits
         output = attend_by_codes(query, self.step_codes, rows, exact, tokens, replace=replace, sink_logits=sinks)
         return output, 2.0 * tokens + (self._read(self.middle, 0) if tokens < self.middle else 0.0)
 
-    def _is_compiled(self, query: torch.Tensor) -> bool:
-        """Whether the compiled step supports a query. Without numba there is no compiled step."""
-        return query.dtype == torch.float32 and not query.is_cuda and self.step_codes.compiled is not None
+    def _supports(self, query: torch.Tensor) -> bool:
+        """Whether there is a compiled step, and it supports a query."""
+        return self.is_compiled and query.dtype == torch.float32 and not query.is_cuda
 
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
         """Compute the log-sum-exp [Hk, G, Q] of each query's logits on all rows.
@@ -437,7 +442,7 @@ class CodesSelector(Selector):
         many times as long.
         """
         Hk, _, Q, _ = queries.query.shape
-        if (queries.joint and Q > 1) or Hk != len(self.codes) or not self._is_compiled(queries.query):
+        if (queries.joint and Q > 1) or Hk != len(self.codes) or not self._supports(queries.query):
             return None
         pairs = zip(queries.query.unbind(2), queries.exact_logsumexp().unbind(2), strict=True)
         return torch.stack([choose_by_codes(query, self.step_codes, beside, tokens) for query, beside in pairs], 1)

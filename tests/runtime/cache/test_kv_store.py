@@ -103,3 +103,19 @@ def test_rows_in_any_order_are_not_laid_out(artifact: Artifact) -> None:
     rows = MappedRows(artifact.context_rows(1), slice(split.sinks, split.sinks + M), order, torch.float32)
     assert all(torch.equal(*pair) for pair in zip(rows.in_any_order(), _stored(artifact), strict=True))
     assert rows._laid_out is None
+
+
+def test_rows_in_order_of_position_are_read_where_the_file_is_mapped(artifact: Artifact) -> None:
+    """Until a row is added; int8 rows are dequantised into a copy."""
+    exact, split = artifact.manifest.kv_storage is None, artifact.manifest.split
+    stored, middle = artifact.context_rows(1), slice(split.sinks, split.sinks + split.middle)
+    rows = MappedRows(stored, middle, None, torch.float32)
+    placed = rows.in_place()
+    assert placed is not None
+    assert (placed.keys.untyped_storage().data_ptr() == stored.tensors["keys"].untyped_storage().data_ptr()) == exact
+    assert all(torch.equal(*pair) for pair in zip((placed.keys, placed.values), _stored(artifact), strict=True))
+    new = normal(3, len(placed.keys), 1, placed.keys.shape[2])
+    rows.rewrite(split.middle, (new, new), torch.zeros(len(new), 1, dtype=torch.int64))
+    grown = rows.in_place()
+    assert grown is not None
+    assert torch.equal(grown.keys[:, : rows.used], torch.cat([_stored(artifact)[0], new], 1))

@@ -188,6 +188,13 @@ def test_a_scan_that_is_no_share_is_refused(scan: float) -> None:
         Codes(scan=scan)
 
 
+def test_the_compiled_step_is_loaded_before_the_first_query() -> None:
+    """So that no decode step waits for it; a scan of some clusters does not use it."""
+    _, context = _layer(0)
+    assert "compiled" in vars(Codes().prepare(context).step_codes)
+    assert "step_codes" not in vars(Codes(scan=0.5).prepare(context))
+
+
 def test_clusters_are_described() -> None:
     layer, context = _layer(0)
     found = Codes.describe_clusters(context, layer.context.load_values(), 2)
