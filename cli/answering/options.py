@@ -124,7 +124,7 @@ class AttentionOptions:
         str | None,
         typer.Option(
             help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
-            "0.1. For codes: 0.05 of up to 4,800 tokens, 240 tokens of more, 0.015 from 16,000 tokens on.",
+            "0.1. For codes: 0.05 of up to 4,800 tokens, 240 tokens of up to 16,000, 0.015 of more.",
             show_default=False,
             rich_help_panel=ATTENDED,
         ),
