@@ -74,7 +74,7 @@ def generate(options: GenerateOptions) -> None:
     note_small_budgets([config.budget], quiet=options.quiet)
     if options.with_stats:
         dense = f", the first {config.dense_layers} layers dense" if config.dense_layers else ""
-        how = config.origin or f"answers by {config.attention.name}, budget {config.budget}{dense}"
+        how = f"{config.origin or f'answers by {config.attention.name}, budget {config.budget}'}{dense}"
         how = "answers by dense attention, from drafts (--lossless)" if config.lossless else how
         times.show(how, artifact.manifest)
     schedule.compile(options.compiled, quiet=not options.with_stats)

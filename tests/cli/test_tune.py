@@ -194,7 +194,9 @@ def test_budgets_by_layer_and_parameters_reach_the_cache(place: Path, setting: D
 
 def test_stats_alone_say_that_it_is_the_default(place: Path, setting: Defaults) -> None:
     assert "default" not in run_here(*ASK).stderr
-    assert "the index's default: quest at 50%" in run_here(*ASK, "--stats").stderr
+    assert "the index's default: quest at 50%, keys" in run_here(*ASK, "--stats").stderr
+    told = "the index's default: quest at 50%, the first 2 layers dense, keys"
+    assert told in run_here(*ASK, "--stats", "--dense-layers", "2").stderr
 
 
 def test_inspect_shows_the_default(place: Path, setting: Defaults) -> None:
