@@ -302,7 +302,7 @@ class Output:
                 options.resume,
                 options.batch_file,
                 questions,
-                identity(config),
+                identity(config) | {"sources": options.sources},
                 settings,
                 default=None if choice is None else choice.method,
             )

@@ -202,7 +202,7 @@ def test_one_run_at_a_time_adds_answers() -> None:
     [
         (("--max-new-tokens", "3"), "line 1 was answered with --max-new-tokens 5, not 3"),
         (("--temperature", "0.9"), "line 1 was answered with --temperature 0, not 0.9"),
-        (("--residual",), "line 1 was answered without --residual; "),
+        (("--residual", "--no-replace"), "line 1 was answered without --residual; "),
         (("--seed", "5"), "line 1 was answered with --seed 0, not 5"),
         (("--prefill", "own"), "line 1 was answered with --prefill dense, not own"),
         (("--prefill", "quoka", "--prefill-budget", "7"), "line 1 was answered with --prefill dense, not quoka, 7 of "),
@@ -222,6 +222,14 @@ def test_answers_of_other_settings_are_not_mixed(other: tuple[str, ...], says: s
     assert refused.code == 2
     assert says in refused.stderr
     assert Path("answers.jsonl").read_text() == lines[0]
+
+
+def test_answers_with_sources_and_without_are_not_mixed() -> None:
+    first = run_here(*ASK, "--json", "--resume", "answers.jsonl", "--sources", "2").stdout.splitlines(keepends=True)[0]
+    Path("answers.jsonl").write_text(first)
+    refused = run_here(*ASK, "--json", "--resume", "answers.jsonl")
+    assert (refused.code, "line 1 was answered with --sources 2; " in refused.stderr) == (2, True)
+    assert Path("answers.jsonl").read_text() == first
 
 
 def test_answers_that_ended_elsewhere_are_not_mixed(place: Path) -> None:
