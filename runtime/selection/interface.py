@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -288,8 +289,9 @@ class Budget:
         """
         try:
             percent = text.endswith("%")
-            value = float(text.removesuffix("%")) / 100 if percent else float(text)
-        except ValueError:
+            # Decimal arithmetic makes 2.9% exactly equal to 0.029.
+            value = float(Decimal(text.removesuffix("%")) / 100) if percent else float(text)
+        except (ValueError, InvalidOperation):
             raise UsageError(f"{option} {text or repr(text)} is not a budget: {_WANTED}") from None
         if not percent and value >= 1 and text.lstrip("+").isdigit():
             return cls(int(text))

@@ -59,10 +59,9 @@ def test_one_token_and_everything_are_different_budgets(middle: int) -> None:
 
 @given(value=st.integers(1, 10**6) | st.integers(1, 1000).map(lambda thousandths: thousandths / 1000))
 def test_what_a_budget_prints_is_read_back_as_the_same(value: float | int) -> None:
-    assert Budget.parse(str(Budget(value))).value == pytest.approx(value)
+    assert Budget.parse(str(Budget(value))) == Budget(value)
 
 
 def test_a_budget_counts_once_however_it_is_written() -> None:
-    budgets = Budget.parse_each(["5%", "1", "0.05", "100%", "1.0", "+1", "5e-2"])
-    assert [str(budget) for budget in budgets] == ["5%", "1", "100%"]
-    assert len(set(budgets)) == 3
+    budgets = Budget.parse_each(["5%", "1", "0.05", "100%", "1.0", "+1", "5e-2", "2.9%", "0.029"])
+    assert [str(budget) for budget in budgets] == ["5%", "1", "100%", "2.9%"]
