@@ -61,6 +61,8 @@ ATTENDED, PLACED = "What is attended to", "Where the document lies"
 """Titles of groups of options in --help."""
 METHODS_OF = "methods: "  # prefix of the panel of methods' options; the methods' names follow
 NAMES = "sparsekv.methods"
+ANY_METHOD = {"all", "auto"}
+"""Values of `--method` that stand for any method."""
 
 
 class GroupedCommand(TyperCommand):
@@ -94,7 +96,8 @@ class GroupedCommand(TyperCommand):
         if wanted:
             for owners, records in owned.items():
                 # An owner may be more than a name, such as "the index of squeezed".
-                if "all" in wanted or set(wanted) & {owner.split(" ")[-1] for owner in owners.split(", ")}:
+                named = {owner.split(" ")[-1] for owner in owners.split(", ")} | ANY_METHOD
+                if named.intersection(wanted):
                     with formatter.section(f"Options of {owners}"):
                         formatter.write_dl(records)
             return

@@ -219,15 +219,15 @@ class _Line:
     def _options(self, incomplete: str) -> dict[str, str]:
         """Return the long options that begin with `incomplete`, or a short option that equals it, with descriptions.
 
-        If the line names methods, and not `all`, options of other methods are left out. An option that is already on
-        the line is also left out, unless it is repeatable.
+        If the line names methods, and neither `all` nor `auto`, options of other methods are left out. An option that
+        is already on the line is also left out, unless it is repeatable.
         """
         shown = [one for one in self.command.options if self._possible(one)]
         found = {name: one.help for one in shown for name in one.names if name.startswith(incomplete)}
         return {name: text for name, text in found.items() if name.startswith("--") or name == incomplete}
 
     def _possible(self, option: KnownOption) -> bool:
-        of_another = bool(option.owners and self.methods) and self.methods.isdisjoint([*option.owners, "all"])
+        of_another = bool(option.owners and self.methods) and self.methods.isdisjoint([*option.owners, "all", "auto"])
         return not of_another if option.repeatable else option not in self.used and not of_another
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sparsekv.cli.common.options import METHODS_OF, GroupedCommand
+from sparsekv.cli.common.options import ANY_METHOD, METHODS_OF, GroupedCommand
 from sparsekv.cli.common.values import check_values, refuse_repeated
 from sparsekv.cli.configuring.project_file import (
     SHARED,
@@ -158,10 +158,10 @@ def _counts_later(ctx: Any, option: str) -> bool:
 def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
     """Ignore values of `sparsekv.toml` for options that belong only to methods that are not chosen.
 
-    Does nothing if `--method` is not set, or if `all` is chosen.
+    Does nothing if `--method` is not set, or if it is one of ANY_METHOD.
     """
     chosen = _named(ctx, NAMING_METHODS)
-    if not ctx.params.get("method") or "all" in chosen:
+    if not ctx.params.get("method") or ANY_METHOD & chosen:
         return
     _leave_out(ctx, [one for one in options.values() if (owned := owners(one)) and not owned & chosen])
 

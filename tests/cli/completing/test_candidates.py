@@ -50,6 +50,7 @@ def test_methods_and_their_options() -> None:
     assert "--page-size" in ask("generate", "--")
     assert "--page-size" in ask("generate", "--method", "quest", "--")
     assert "--page-size" in ask("recall-report", "--method=all", "--")
+    assert "--page-size" in ask("generate", "--method", "auto", "--")
     assert "--page-size" not in ask("generate", "--method", "squeezed", "--")
     assert "--prefill-queries" in ask("build-index", "--prefill", "quoka", "--")
 

@@ -144,6 +144,12 @@ def test_an_option_of_a_method_that_was_not_chosen_is_left_out(tuned: Path) -> N
     assert answer("--method", "multipole", "--lookup", "flat")[0] == "multipole"
 
 
+def test_an_option_of_any_method_counts_with_the_method_auto(tuned: Path) -> None:
+    Path("sparsekv.toml").write_text('[generate]\nlookup = "flat"\n')
+    outcome = run_here(*ASK, "--method", "auto")
+    assert json.loads(outcome.stdout)["auto"]["compared_with"] == "multipole", outcome.stderr
+
+
 def test_an_option_outranks_defaults_of_those_that_it_excludes(tuned: Path) -> None:
     Path("sparsekv.toml").write_text(
         "[generate]\nbudget = 0.5\n[recall-report]\njson = true\nmethod = 'quest'\n[tune]\ntarget-recall = 0.2\n"
