@@ -54,9 +54,12 @@ def _lines() -> Iterator[str]:
                 f"standard input line {number} contains zero bytes, as UTF-16 text does; convert it to UTF-8, for "
                 "example with iconv"
             )
-        if question.strip():
-            asked += 1
-            yield _no_command(question, number)
+        # As in `read_lines`, a carriage return ends a line in a text without newlines.
+        only = number == 1 and not line.endswith(b"\n")
+        for place, one in enumerate(question.split("\r") if only else [question], number):
+            if one.strip():
+                asked += 1
+                yield _no_command(one, place)
     if not asked:
         raise UsageError(
             "no question: write one question per line to standard input, or run `sparsekv chat` at a terminal"

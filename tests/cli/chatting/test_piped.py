@@ -1,5 +1,7 @@
 """`sparsekv chat` where nobody sits at standard input: every line is a question, and answers alone go to stdout."""
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,14 @@ def test_lines_are_questions_one_after_another(place: Path) -> None:
     second = done.stdout.removeprefix(first)
     assert second.endswith("\n")
     assert second != first
+
+
+def test_a_carriage_return_ends_a_line_where_no_newline_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(stdin: bytes) -> str:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        return run_here(*ASK, "-q").stdout
+
+    assert answers(b"Why?\r\rWhy?\r") == answers(b"Why?\n\nWhy?\n")
 
 
 def test_a_line_is_never_a_command(place: Path) -> None:
