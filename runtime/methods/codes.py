@@ -464,10 +464,10 @@ class CodesSelector(Selector):
         self, scan: CodeScan, queries: Queries, exact: ExactKeys, tokens: int, candidates: int
     ) -> Selection:
         chosen, left = scan.choose(queries.query[:, :, 0], exact, self.keys, tokens, candidates)
-        rows, scored = chosen[:, None], (left,) if self.replace else None
+        rows, scored, more = chosen[:, None], (left,) if self.replace else None, candidates - tokens
         return Selection(
             single_rows(rows),
-            Cost(self._read(self.middle, candidates - tokens)),
+            Cost(self._read(self.middle, more), unshared=more),
             Residual(lambda: self._rest(rows.long()), attended=self.replace, in_place=scored),
         )
 
