@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pathspec import GitIgnoreSpec
+from pathspec import GitIgnoreSpec, RegexPattern
 
 from sparsekv.formats.documents import extracted
 from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
@@ -40,6 +40,10 @@ NAMED = 3
 """Number of left-out files that a message names for each reason."""
 IGNORE_FILE = ".gitignore"
 _WILDCARD = re.compile(r"[*?\[]")
+_LAST_STARS = re.compile(r"(?P<before>^!?|/)(?P<stars>\*\*?)(?=/?\s*$)")
+_ONE_NAME = {"*": "?*", "**": "**/?*"}
+"""Patterns of the same entries as `*` and `**` at a pattern's end, which pathspec translates to a match of each entry
+by itself."""
 
 HIDDEN, IGNORED, EXCLUDED, UNLISTED = "hidden", f"ignored by {IGNORE_FILE}", "excluded", "not included"
 INDEX, LINK, SPECIAL, DEEP = "of indices", "linked", "irregular", f"below {MOST_DEPTH} folders"
@@ -253,8 +257,18 @@ def _spec(patterns: Iterable[str], named: str) -> GitIgnoreSpec:
         ) from None
 
 
-_Rules = tuple[tuple[str, GitIgnoreSpec], ...]
+_Patterns = Sequence[RegexPattern]
+_Rules = tuple[tuple[str, _Patterns], ...]
 """Patterns of .gitignore files, each with the path of the file's folder, the outermost folder first."""
+
+
+def _of_entries(lines: Iterable[str]) -> _Patterns:
+    """Return patterns whose regular expressions match the whole path of a file or folder, for `_is_ignored`.
+
+    Raises ValueError for an invalid line.
+    """
+    whole = (_LAST_STARS.sub(lambda found: found["before"] + _ONE_NAME[found["stars"]], line) for line in lines)
+    return [pattern for pattern in GitIgnoreSpec.from_lines(whole).patterns if pattern.regex is not None]
 
 
 class _Reader:
@@ -264,7 +278,7 @@ class _Reader:
         self._encoding = check_encoding(choice.encoding)
         self._extractor = extractor
         self._include = _spec(choice.include, "") if choice.include else None
-        self._exclude = _spec(choice.exclude, "")
+        self._exclude: _Rules = (("", _of_entries(choice.exclude)),)
         self._unmatched = choice.specs()
         # Keys are absolute paths.
         self._texts: dict[str, SourceText] = {}
@@ -413,7 +427,7 @@ class _Reader:
             return INDEX
         if _is_ignored(shown, rules):
             return IGNORED
-        if self._exclude.match_file(shown):
+        if _is_ignored(shown, self._exclude):
             return EXCLUDED
         if folder:
             return ""
@@ -423,9 +437,9 @@ class _Reader:
             return SPECIAL
         return "" if is_source_path(path) else ODD_NAME
 
-    def _ignored_by(self, descriptor: int, path: str) -> GitIgnoreSpec:
+    def _ignored_by(self, descriptor: int, path: str) -> _Patterns:
         """Read the .gitignore of an open folder. Invalid and slow patterns are skipped, and recorded as left out."""
-        kept = []
+        kept: list[RegexPattern] = []
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
         lines = data.decode("utf-8-sig", "replace").splitlines() if isinstance(data, bytes) else []
         if not isinstance(data, bytes):
@@ -434,11 +448,10 @@ class _Reader:
             try:
                 if not line.startswith("#") and len(re.findall(r"\*+", line)) > MOST_WILDCARDS:
                     raise ValueError
-                GitIgnoreSpec.from_lines([line])
-                kept.append(line)
+                kept += _of_entries([line])
             except ValueError:
                 self._leave_out(WILD, f"{path}: {line[:40]}")
-        return GitIgnoreSpec.from_lines(kept)
+        return kept
 
     def _read_entry(self, descriptor: int, name: str, path: str) -> None:
         self._read(path, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
@@ -532,11 +545,16 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def _is_ignored(path: str, rules: _Rules) -> bool:
-    """Whether a path is ignored by the innermost .gitignore with a matching pattern. A folder's path ends with a /."""
-    for folder, spec in reversed(rules):
-        ignored = spec.check_file(path.removeprefix(folder)).include
-        if ignored is not None:
-            return ignored
+    """Whether a path is ignored by the last matching pattern of the innermost .gitignore that has one, as in git.
+
+    A pattern has to match the path itself: `!src/` does not admit the files in a folder `src`, which the walk asks for
+    one by one. A folder's path ends with a /.
+    """
+    for folder, patterns in reversed(rules):
+        below = path.removeprefix(folder)
+        for pattern in reversed(patterns):
+            if pattern.regex.fullmatch(below):
+                return bool(pattern.include)
     return False
 
 
