@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pathspec import GitIgnoreSpec, RegexPattern
+from pathspec import GitIgnoreSpec
 
 from sparsekv.formats.documents import extracted
 from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
@@ -257,7 +257,8 @@ def _spec(patterns: Iterable[str], named: str) -> GitIgnoreSpec:
         ) from None
 
 
-_Patterns = Sequence[RegexPattern]
+_Patterns = Sequence[tuple[bool, re.Pattern[str]]]
+"""Whether a pattern ignores what it matches, and its regular expression, for each pattern."""
 _Rules = tuple[tuple[str, _Patterns], ...]
 """Patterns of .gitignore files, each with the path of the file's folder, the outermost folder first."""
 
@@ -268,7 +269,8 @@ def _of_entries(lines: Iterable[str]) -> _Patterns:
     Raises ValueError for an invalid line.
     """
     whole = (_LAST_STARS.sub(lambda found: found["before"] + _ONE_NAME[found["stars"]], line) for line in lines)
-    return [pattern for pattern in GitIgnoreSpec.from_lines(whole).patterns if pattern.regex is not None]
+    found = GitIgnoreSpec.from_lines(whole).patterns
+    return [(bool(pattern.include), pattern.regex) for pattern in found if pattern.regex is not None]
 
 
 class _Reader:
@@ -439,7 +441,7 @@ class _Reader:
 
     def _ignored_by(self, descriptor: int, path: str) -> _Patterns:
         """Read the .gitignore of an open folder. Invalid and slow patterns are skipped, and recorded as left out."""
-        kept: list[RegexPattern] = []
+        kept: list[tuple[bool, re.Pattern[str]]] = []
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
         lines = data.decode("utf-8-sig", "replace").splitlines() if isinstance(data, bytes) else []
         if not isinstance(data, bytes):
@@ -552,9 +554,9 @@ def _is_ignored(path: str, rules: _Rules) -> bool:
     """
     for folder, patterns in reversed(rules):
         below = path.removeprefix(folder)
-        for pattern in reversed(patterns):
-            if pattern.regex.fullmatch(below):
-                return bool(pattern.include)
+        for ignores, pattern in reversed(patterns):
+            if pattern.fullmatch(below):
+                return ignores
     return False
 
 
