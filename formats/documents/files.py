@@ -40,6 +40,10 @@ NAMED = 3
 """Number of left-out files that a message names for each reason."""
 IGNORE_FILE = ".gitignore"
 _WILDCARD = re.compile(r"[*?\[]")
+_LAST_STARS = re.compile(r"(?P<before>^!?|/)(?P<stars>\*\*?)(?=/?\s*$)")
+_ONE_NAME = {"*": "?*", "**": "**/?*"}
+"""Patterns of the same entries as `*` and `**` at a pattern's end, which pathspec translates to a match of each entry
+by itself."""
 
 HIDDEN, IGNORED, EXCLUDED, UNLISTED = "hidden", f"ignored by {IGNORE_FILE}", "excluded", "not included"
 INDEX, LINK, SPECIAL, DEEP = "of indices", "linked", "irregular", f"below {MOST_DEPTH} folders"
@@ -253,8 +257,20 @@ def _spec(patterns: Iterable[str], named: str) -> GitIgnoreSpec:
         ) from None
 
 
-_Rules = tuple[tuple[str, GitIgnoreSpec], ...]
+_Patterns = Sequence[tuple[bool, re.Pattern[str]]]
+"""Whether a pattern ignores what it matches, and its regular expression, for each pattern."""
+_Rules = tuple[tuple[str, _Patterns], ...]
 """Patterns of .gitignore files, each with the path of the file's folder, the outermost folder first."""
+
+
+def _of_entries(lines: Iterable[str]) -> _Patterns:
+    """Return patterns whose regular expressions match the whole path of a file or folder, for `_is_ignored`.
+
+    Raises ValueError for an invalid line.
+    """
+    whole = (_LAST_STARS.sub(lambda found: found["before"] + _ONE_NAME[found["stars"]], line) for line in lines)
+    found = GitIgnoreSpec.from_lines(whole).patterns
+    return [(bool(pattern.include), pattern.regex) for pattern in found if pattern.regex is not None]
 
 
 class _Reader:
@@ -264,7 +280,7 @@ class _Reader:
         self._encoding = check_encoding(choice.encoding)
         self._extractor = extractor
         self._include = _spec(choice.include, "") if choice.include else None
-        self._exclude = _spec(choice.exclude, "")
+        self._exclude: _Rules = (("", _of_entries(choice.exclude)),)
         self._unmatched = choice.specs()
         # Keys are absolute paths.
         self._texts: dict[str, SourceText] = {}
@@ -413,7 +429,7 @@ class _Reader:
             return INDEX
         if _is_ignored(shown, rules):
             return IGNORED
-        if self._exclude.match_file(shown):
+        if _is_ignored(shown, self._exclude):
             return EXCLUDED
         if folder:
             return ""
@@ -423,9 +439,9 @@ class _Reader:
             return SPECIAL
         return "" if is_source_path(path) else ODD_NAME
 
-    def _ignored_by(self, descriptor: int, path: str) -> GitIgnoreSpec:
+    def _ignored_by(self, descriptor: int, path: str) -> _Patterns:
         """Read the .gitignore of an open folder. Invalid and slow patterns are skipped, and recorded as left out."""
-        kept = []
+        kept: list[tuple[bool, re.Pattern[str]]] = []
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
         lines = data.decode("utf-8-sig", "replace").splitlines() if isinstance(data, bytes) else []
         if not isinstance(data, bytes):
@@ -434,11 +450,10 @@ class _Reader:
             try:
                 if not line.startswith("#") and len(re.findall(r"\*+", line)) > MOST_WILDCARDS:
                     raise ValueError
-                GitIgnoreSpec.from_lines([line])
-                kept.append(line)
+                kept += _of_entries([line])
             except ValueError:
                 self._leave_out(WILD, f"{path}: {line[:40]}")
-        return GitIgnoreSpec.from_lines(kept)
+        return kept
 
     def _read_entry(self, descriptor: int, name: str, path: str) -> None:
         self._read(path, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
@@ -532,11 +547,16 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def _is_ignored(path: str, rules: _Rules) -> bool:
-    """Whether a path is ignored by the innermost .gitignore with a matching pattern. A folder's path ends with a /."""
-    for folder, spec in reversed(rules):
-        ignored = spec.check_file(path.removeprefix(folder)).include
-        if ignored is not None:
-            return ignored
+    """Whether a path is ignored by the last matching pattern of the innermost .gitignore that has one, as in git.
+
+    A pattern has to match the path itself: `!src/` does not admit the files in a folder `src`, which the walk asks for
+    one by one. A folder's path ends with a /.
+    """
+    for folder, patterns in reversed(rules):
+        below = path.removeprefix(folder)
+        for ignores, pattern in reversed(patterns):
+            if pattern.fullmatch(below):
+                return ignores
     return False
 
 

@@ -1,6 +1,7 @@
 """Tokenise text so that control tokens in it are plain text: no text can begin or end a chat turn.
 
-Control tokens are the tokens that a tokenizer marks as special, and other added tokens that occur in its chat template.
+Control tokens are the tokens that a tokenizer marks as special, and other added tokens that occur in its chat template,
+or in conversations that the template renders.
 """
 
 import copy
@@ -8,10 +9,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -150,14 +153,41 @@ def _keep_spaces(processor: Any) -> bool:
     return _keep_spaces(processor.get("processors")) or trims
 
 
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+_CONVERSATIONS = (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool"), ("user",))
+"""Roles of the messages of sample conversations. Some templates refuse some of them."""
+_frames = WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, str]]()
+"""Chat template and rendered sample conversations of each tokenizer."""
+
+
+def _frames_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the sample conversations as the chat template renders them; empty without a template."""
     template = str(tokenizer.chat_template or "")
+    known, shown = _frames.get(tokenizer, ("", ""))
+    if known != template:
+        pieces = []
+        for roles in _CONVERSATIONS:
+            messages = [{"role": role, "content": "0"} for role in roles]
+            with suppress(Exception):  # a template is a program and may raise anything
+                pieces.append(str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
+        shown = "\n".join(pieces)
+        _frames[tokenizer] = template, shown
+    return shown
+
+
+def _in_frames(token: str, frames: str) -> bool:
+    """Whether sample conversations have a token. A word such as `user` is text, also where it is a token."""
+    return token in frames and not token.isalnum() and any(map(str.isalnum, token))
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    template, frames = str(tokenizer.chat_template or ""), _frames_of(tokenizer)
     named = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in tokenizer.all_special_ids}
-    # Some models begin turns with tokens that are not marked special. Added tokens of white space are plain text.
+    # Some models begin turns with tokens that are not marked special. Added tokens of white space are plain text. A
+    # template may compose a token, such as '<|' + role + '|>'.
     added = {
         number: str(token)
         for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special or (str(token).strip() and str(token) in template)
+        if token.special or (str(token).strip() and (str(token) in template or _in_frames(str(token), frames)))
     }
     return named | added
 

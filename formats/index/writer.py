@@ -334,6 +334,13 @@ class ArtifactWriter(BuildFolder):
     def _keep(self, recipe: str, file: UnfinishedFile, found: PrefillNote | None = None) -> PrefillKeeper:
         return PrefillKeeper(recipe, file, partial(self.note, NOTE), found)
 
+    def _remove_strays(self, manifest: Manifest) -> None:
+        """Remove files that the manifest does not list, and the journal, once no chunk of the prefill is still to be
+        recorded in it."""
+        if self._keeper is not None:
+            self._keeper.close()
+        super()._remove_strays(manifest)
+
     def _leave_rows(self) -> None:
         """Leave the files of a prefill that has whole chunks for the next build; remove the others."""
         try:

@@ -388,8 +388,21 @@ def _plain(value: Any) -> Any:
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentity:
     """Return the identity of a tokenizer, with hashes of the tokenizer, its chat template and its special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    serialized = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    serialized = _serialised(backend) if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template, special = tokenizer.chat_template, dict(tokenizer.special_tokens_map)
     if getattr(tokenizer, "split_special_tokens", False):  # special tokens in texts are then encoded as plain text
         special["split_special_tokens"] = "true"
     return identify_tokenizer(serialized, template if template is None else str(template), special)
+
+
+def _serialised(backend: Any) -> str:
+    """Return a tokenizer's own serialisation, without truncation and padding.
+
+    A file may set both, and the first text that transformers encodes without them turns them off.
+    """
+    if backend.truncation is not None or backend.padding is not None:
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+    serialised: str = backend.to_str()
+    return serialised

@@ -3,17 +3,21 @@
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
 from support.artifacts import (
     CONTEXT,
     METHOD,
+    SPLIT,
     assert_holds,
     assert_no_strays,
     files_in,
     small_artifact,
     small_files,
+    small_manifest,
     small_recipe,
 )
 
@@ -34,6 +38,34 @@ def unfinished(tmp_path: Path) -> Path:
     with ArtifactWriter(folder) as writer:
         writer.write(CONTEXT, TENSORS, RECIPE)
     return folder
+
+
+class SlowNotes(ArtifactWriter):
+    """Records chunks of a prefill only after the index is finished, or a fifth of a second later, as a slow disk does.
+
+    With `finished`, an event that the test sets.
+    """
+
+    finished: Event
+
+    def note(self, name: str, value: Any) -> None:
+        self.finished.wait(0.2)
+        super().note(name, value)
+
+
+def test_a_chunk_that_is_recorded_late_leaves_no_journal_in_a_finished_index(tmp_path: Path) -> None:
+    folder, writer = tmp_path / "index.skv", SlowNotes(tmp_path / "index.skv")
+    writer.finished = Event()
+    with writer:
+        writer.keep_prefill("0" * 64)
+        writer.write_rows(CONTEXT, TENSORS, RECIPE, 8)
+        writer.chunk_done(8, {"sample.0": torch.zeros(4, 2, 8)})
+        writer.write_rows(CONTEXT, TENSORS, RECIPE, SPLIT.tokens)
+        for name, tensors in small_files().items():
+            writer.write(name, tensors, small_recipe(name, 0, 0))
+        writer.finish(small_manifest())
+        writer.finished.set()
+    assert_no_strays(folder)
 
 
 def flip_last_byte(path: Path) -> None:

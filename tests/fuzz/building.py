@@ -13,6 +13,7 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.convert import convert_index
 from sparsekv.indexing.indexers.interface import indexer_of, indexers
 from sparsekv.indexing.plan import BuildPlan, stored_checkpoints
 from sparsekv.indexing.prefill.interface import prefills
@@ -140,6 +141,27 @@ def more_methods(world: World, index: OpenIndex) -> None:
     plan = world.plan()
     same_as_fresh(world, folder, with_changes(plan, methods=plan.config.methods | {name: made}), methods=True)
     world.open("index.skv")
+
+
+@deed("convert", 2, asks=False)
+def convert(world: World, index: OpenIndex) -> None:
+    """An index that is converted to int8 has the files of a build that stores int8, byte for byte.
+
+    It is not opened: its probe is that of exact rows, from which int8 moves random models beyond the tolerance.
+    """
+    if world.case.kv_dtype is not None or world.device != "cpu":  # on a GPU sums have no fixed order
+        return
+    made, fresh = world.folder / "converted.skv", world.folder / "fresh.skv"
+    convert_index(Artifact(world.folder / "index.skv", thorough=True), "int8", made, index.device, lambda *step: None)
+    build_index(with_changes(world.plan(), kv_dtype="int8"), fresh)
+    ours, theirs = (_sums(folder) for folder in (made, fresh))
+    apart = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    expect(not apart, "convert", f"{apart} are not those of a build")
+
+
+def _sums(folder: Path) -> dict[str, tuple[str, str]]:
+    """Recipe and checksum of each file of an index."""
+    return {name: (record.recipe, record.sha256) for name, record in Artifact(folder).manifest.files.items()}
 
 
 class _Stopped(Exception):

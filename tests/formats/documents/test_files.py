@@ -283,6 +283,26 @@ def test_include_and_exclude_are_patterns_as_in_a_gitignore(tmp_path: Path) -> N
         read_folder(tmp_path, Choice(include=("*.rst",)))
 
 
+@pytest.mark.parametrize(
+    ("patterns", "read"),
+    [
+        ("* !src/ !src/*.py", ["src/a.py"]),
+        ("* !*/ !*.py", ["src/a.py", "src/sub/b.py", "top.py"]),
+        ("/src/* !/src", ["top.py"]),
+        ("src/** !secret.txt", ["src/secret.txt", "top.py"]),
+        ("/** !/src/ !/src/**/ !b.py", ["src/sub/b.py"]),
+        ("**/ !src", ["src/a.py", "src/secret.txt", "top.py"]),
+    ],
+)
+def test_a_pattern_admits_what_it_names_alone_as_in_git(tmp_path: Path, patterns: str, read: list[str]) -> None:
+    """A folder that is admitted may have files that are ignored, and a folder of ignored files one that is read."""
+    tree = dict.fromkeys(["src/a.py", "src/secret.txt", "src/sub/b.py", "top.py"], "text")
+    write_tree(tmp_path, tree)
+    assert _names(read_folder(tmp_path, Choice(exclude=tuple(patterns.split())))) == read
+    write_tree(tmp_path, {".gitignore": patterns.replace(" ", "\n")})
+    assert _names(read_folder(tmp_path, Choice())) == read
+
+
 def test_patterns_that_match_nothing_are_named(tmp_path: Path) -> None:
     """They may have been meant for files that are read now, or left out. Patterns of ignored and hidden files match."""
     tree = dict.fromkeys(["a.md", "z.txt", "sub/secret.txt", ".git/a", "build/b.md"], "text") | {".gitignore": "build/"}

@@ -87,6 +87,17 @@ def test_tokens_that_begin_a_turn_are_control_tokens_unmarked_too() -> None:
     assert tokenizer.decode(encoded.ids) == "<|User|>a<|User|>b<think>"
 
 
+def test_tokens_that_a_template_composes_are_control_tokens_too() -> None:
+    tokenizer = tiny_tokenizer("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}")
+    tokenizer.add_tokens([AddedToken(one, special=False) for one in ("<|user|>", "<|system|>", "user", "<think>")])
+    turn, word, think = tokenizer.convert_tokens_to_ids(["<|user|>", "user", "<think>"])
+    encoded = encode_text(tokenizer, Trusted("<|user|>"), "a<|user|>b<|system|><think>")
+    assert encoded.plain == {"<|user|>": 1, "<|system|>": 1}
+    assert (encoded.ids[0], encoded.ids.count(turn), encoded.ids.count(think)) == (turn, 1, 1)
+    assert tokenizer.decode(encoded.ids) == "<|user|>a<|user|>b<|system|><think>"
+    assert encode_text(tokenizer, "user") == EncodedText([word], {})
+
+
 def word_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1, "a": 2}, unk_token="[UNK]"))
     backend.normalizer = normalizers.NFKC()

@@ -71,6 +71,16 @@ def test_tokenizer_special_tokens_and_template_have_hashes_of_their_own() -> Non
     assert identify(replace(loaded, tokenizer=more_tokens))[1].tokenizer_hash != plain.tokenizer_hash
 
 
+def test_a_tokenizer_is_the_same_before_and_after_its_first_text() -> None:
+    """Files of many fine-tuned models set truncation and padding, which the first text turns off."""
+    tokenizer, plain = tiny_tokenizer(None), identify(_loaded())[1]
+    tokenizer.backend_tokenizer.enable_truncation(100)
+    tokenizer.backend_tokenizer.enable_padding(length=128)
+    before = identify(replace(_loaded(), tokenizer=tokenizer))[1]
+    assert len(tokenizer("text " * 100)["input_ids"]) == 500
+    assert before == identify(replace(_loaded(), tokenizer=tokenizer))[1] == plain
+
+
 @dataclass
 class Adapter:
     """An adapter's settings, as peft has them."""
