@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from sparsekv.runtime.decoding.answer import Streamer, decoded
+from sparsekv.runtime.sources.passages import TokenDecoder
 
 WORDS = ["<s>", "</s>", "def", "\u2581f", ":", "\n", "\u2581\u2581\u2581\u2581", "return", "\u2581x", "\u2581"]
 
@@ -81,6 +82,18 @@ def test_any_tokens_stream_as_they_decode(answer: tuple[PreTrainedTokenizerFast,
             assert "".join(pieces) == shown.rstrip("\ufffd")
     streamer.end()
     assert "".join(pieces) == decoded(tokenizer, ids)
+
+
+@given(answers(), st.integers(0, 30))
+def test_texts_of_any_tokens_join_to_the_text_of_all(
+    answer: tuple[PreTrainedTokenizerFast, list[int]], cut: int
+) -> None:
+    tokenizer, ids = answer
+    decoder = TokenDecoder(tokenizer, skip_special_tokens=True)
+    first = decoder.put(ids[:cut])
+    settled = first[: len(first) - len(decoder.waiting)]
+    assert len(first) == len(ids[:cut])
+    assert "".join([*settled, *decoder.put(ids[cut:])]) == decoded(tokenizer, ids)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "bytes", "byte fallback"])
