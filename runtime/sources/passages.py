@@ -104,7 +104,7 @@ UTF_8 = codecs.getincrementaldecoder("utf-8")
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Decode a single token as it continues a text. A token that is only a part of a character gives U+FFFD."""
     # The token is decoded after itself, because a tokenizer may drop a space at the start of a text.
-    once, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+    once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
     return twice.removeprefix(once) if twice.startswith(once) else once
 
 

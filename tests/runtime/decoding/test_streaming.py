@@ -1,6 +1,7 @@
 """Text as it is decoded: the pieces together are the text."""
 
 import random
+from copy import deepcopy
 from itertools import chain
 
 import pytest
@@ -82,6 +83,19 @@ def test_any_tokens_stream_as_they_decode(answer: tuple[PreTrainedTokenizerFast,
             assert "".join(pieces) == shown.rstrip("\ufffd")
     streamer.end()
     assert "".join(pieces) == decoded(tokenizer, ids)
+
+
+def test_spaces_that_transformers_would_clean_up_stay() -> None:
+    """`decode` makes "n't" from " n't", also from tokens whose text is streamed already."""
+    tokenizer, pieces = deepcopy(tokenizer_of("unigram chatml")), list[str]()
+    tokenizer.clean_up_tokenization_spaces = True
+    ids = tokenizer("it is n't , so he 's here .", add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == "it isn't, so he's here."
+    streamer = Streamer(tokenizer, pieces.append)
+    for one in ids:
+        streamer.put(one)
+    streamer.end()
+    assert "".join(pieces) == decoded(tokenizer, ids) == "it is n't , so he 's here ."
 
 
 @given(answers(), st.integers(0, 30))
