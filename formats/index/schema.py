@@ -531,6 +531,10 @@ class AdditionRecord(Record):
         description="line of the text at which its first token begins, 0 or less behind other line breaks; null if "
         "unknown",
     )
+    special_tokens: bool | None = Field(
+        default=None,
+        description="whether the text's special tokens kept their meaning; null if it has none, or if unknown",
+    )
 
 
 class RopeRecord(Record):
