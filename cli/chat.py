@@ -5,7 +5,7 @@ from functools import partial
 
 import typer
 
-from sparsekv.cli.answering.idle import note_idle_seed, note_prefill_alone
+from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_prefill_alone
 from sparsekv.cli.answering.options import (
     Choices,
     PlacementOption,
@@ -84,6 +84,7 @@ def chat(options: ChatOptions) -> None:
     from sparsekv.runtime.decoding.session import Conversation
 
     sampling, placement = options.sampling.make(), config.placement
+    note_idle_method(options.ctx, config, quiet=quiet)
     note_prefill_alone(options.ctx, config, quiet=quiet)
     note_idle_seed(options.ctx, quiet=quiet)
     if isinstance(config.attention, Dense) and placement != "device":

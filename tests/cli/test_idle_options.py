@@ -142,6 +142,8 @@ NOTED = [
     ("generate", (*ASK, "--prefill", "window"), "prefill-budget", "20%"),
     ("generate", (*ASK, "--lossless"), "lookup", "flat"),
     ("chat", ("--max-new-tokens", "2"), "seed", "3"),
+    ("chat", ("--max-new-tokens", "2", "--method", "window"), "budget", "20%"),
+    ("chat", ("--max-new-tokens", "2"), "residual", ""),
     ("chat", ("--max-new-tokens", "2", *DENSE), "placement", "host"),
     ("trace", ASK, "residual", ""),
     ("eval", (*FEW, *QA), "contexts", "2"),
