@@ -324,15 +324,18 @@ def api(world: World, index: OpenIndex) -> None:
     case = world.case
     if case.guard is not None or case.raw or case.ahead or not is_read_back(world):
         return
+    method, prefill = methods()[case.method](**dict(case.options_read)), methods().get(case.question_prefill or "")
     with placed(world):
         opened = front.open_index("index.skv", "model", device=world.device)
-        setting = {"prefill": case.question_prefill, "prefill_budget": case.prefill_budget, "placement": case.placement}
+        setting = {"prefill": case.question_prefill, "placement": case.placement}
+        if not (prefill and prefill.ignores_budget):
+            setting["prefill_budget"] = case.prefill_budget
         answer = opened.ask(
             world.question(0),
             Sampling(case.answer),
             method=case.method,
-            budget=case.budget,
-            residual=case.residual,
+            budget=None if method.ignores_budget else case.budget,
+            residual=case.residual and not method.replaces(),
             **setting,
             **dict(case.options_read),
         )
