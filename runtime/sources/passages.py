@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -182,11 +183,13 @@ class TokenDecoder:
 def byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
     """Return the ids of the tokens for single bytes, such as `<0xE2>`, with their bytes; empty if there are none."""
     names = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    ids = [token for token in tokenizer.convert_tokens_to_ids([*names]) if token is not None]
-    named = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+    ids: Any = tokenizer.convert_tokens_to_ids([*names])
+    known = [token for token in ids if token is not None]
+    named = zip(known, tokenizer.convert_ids_to_tokens(known), strict=True)
     found = {token: names[name] for token, name in named if name in names}
+    letter = next((token for token, byte in found.items() if byte == ord("A")), None)
     # Without byte fallback, decoding returns the names.
-    return {token: byte for token, byte in found.items() if byte != ord("A") or tokenizer.decode([token]) == "A"}
+    return found if letter is not None and tokenizer.decode([letter]) == "A" else {}
 
 
 def byte_texts(run: bytes, *, cut: bool) -> list[str]:
