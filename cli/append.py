@@ -94,6 +94,7 @@ def append(
     record = addition_record(addition)
     there = next((one for one in artifact.manifest.additions if one.sha256 == record.sha256), None)
     if there is not None and not again:
+        _refuse_other_reading(artifact, there, record)
         note(f"{artifact.folder} holds this text already ({_named(there)}); --again adds it once more", quiet=quiet)
         clear_finished(artifact.folder)
         return say(str(artifact.folder))
@@ -115,6 +116,17 @@ def append(
         )
         note(told, quiet=quiet)
     say(str(artifact.folder))
+
+
+def _refuse_other_reading(artifact: Artifact, there: AdditionRecord, record: AdditionRecord) -> None:
+    """Raise UsageError if a text's special tokens kept their meaning in only one of two additions of the text."""
+    if None in (there.special_tokens, record.special_tokens) or there.special_tokens == record.special_tokens:
+        return
+    read, option = ("with their meaning", "give") if there.special_tokens else ("as plain text", "leave out")
+    raise UsageError(
+        f"{artifact.folder} holds this text already ({_named(there)}), with its special tokens read {read}; {option} "
+        "--special-tokens, or add the text once more with --again"
+    )
 
 
 def _named(addition: AdditionRecord) -> str:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.documents.continuation import BETWEEN, encode_more
+from sparsekv.formats.documents.plain_text import has_control_tokens
 from sparsekv.formats.documents.prompt import FixedPrompt
 from sparsekv.formats.errors import ArtifactError, UsageError, reason_of
 from sparsekv.formats.index.folder import Folder, mark, sync_path
@@ -118,6 +119,7 @@ class Addition:
         plain: special tokens that were read as plain text, with their counts.
         border: the end of the longer prompt's text, on which the first tokens of a question depend.
         first_line: line of the text at which its first token begins; None: unknown.
+        control_tokens: whether the text has special tokens, so that its token ids depend on `special_tokens`.
     """
 
     input_ids: torch.Tensor
@@ -127,6 +129,7 @@ class Addition:
     plain: dict[str, int] = field(default_factory=dict)
     border: Border | None = None
     first_line: int | None = None
+    control_tokens: bool = False
 
 
 def encode_addition(
@@ -147,7 +150,16 @@ def encode_addition(
         SparsekvError: the special tokens of the text cannot be read as plain text.
     """
     encoded, after, end, line = encode_more(tokenizer, border, chat, text, special_tokens=special_tokens)
-    return Addition(torch.tensor(encoded.ids), f"{BETWEEN}{text}", after, special_tokens, encoded.plain, end, line)
+    return Addition(
+        torch.tensor(encoded.ids),
+        f"{BETWEEN}{text}",
+        after,
+        special_tokens,
+        encoded.plain,
+        end,
+        line,
+        has_control_tokens(tokenizer, text),
+    )
 
 
 def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
@@ -181,7 +193,12 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
 def addition_record(addition: Addition) -> AdditionRecord:
     """Make the manifest's record of an addition. Its sha256 depends on the text alone, not on the index."""
     text = addition.text.encode(errors="surrogatepass")
-    return AdditionRecord(sha256=hash_bytes(text), tokens=len(addition.input_ids), first_line=addition.first_line)
+    return AdditionRecord(
+        sha256=hash_bytes(text),
+        tokens=len(addition.input_ids),
+        first_line=addition.first_line,
+        special_tokens=addition.special_tokens if addition.control_tokens else None,
+    )
 
 
 def clear_finished(folder: Path) -> None:

@@ -319,6 +319,7 @@ def _manifest(build: Build, facts: ContextFacts, methods: dict[str, MethodRecord
         probe=facts.probe,
         canary=facts.canary,
         files=build.writer.files,
+        checkpoints=build.checkpoints,
         additions=_additions(build),
     )
 

@@ -208,7 +208,12 @@ def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill,
 
 
 def stored_checkpoints(manifest: Manifest) -> int | None:
-    """Return the number of blocks between an index's stored states; None if the index has only the needed states."""
+    """Return the number of blocks between an index's stored states; None if the index has only the needed states.
+
+    An index of an earlier version does not record it. There a needed state may have been a checkpoint, too.
+    """
+    if manifest.checkpoints is not None:
+        return manifest.checkpoints
     needed = needed_states(manifest.split)
     kept = [tokens for tokens in manifest.states if tokens not in needed and not tokens % BLOCK_TOKENS]
     return min(kept) // BLOCK_TOKENS if kept else None
@@ -453,13 +458,18 @@ class Build:
         )
 
     @cached_property
+    def checkpoints(self) -> int | None:
+        """Number of blocks between the states that are stored besides the needed ones; None: there are none."""
+        base, config = self.writer.base, self.plan.config
+        kept = None if base is None or config.force else stored_checkpoints(base)
+        return config.checkpoints or kept
+
+    @cached_property
     def marks(self) -> list[int]:
         """Numbers of prompt tokens, ascending, after which states are stored; empty if no layer keeps a state."""
         if not self.plan.kinds.keeping:
             return []
-        base, config = self.writer.base, self.plan.config
-        kept = None if base is None or config.force else stored_checkpoints(base)
-        step = (config.checkpoints or kept or 0) * BLOCK_TOKENS
+        step = (self.checkpoints or 0) * BLOCK_TOKENS
         checkpoints = range(step, self.split.tokens, step) if step else ()
         return sorted({*needed_states(self.split), *checkpoints})
 

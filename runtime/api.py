@@ -29,7 +29,12 @@ from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import Answer
-from sparsekv.runtime.decoding.choose_config import choose_config, refuse_beside_dense
+from sparsekv.runtime.decoding.choose_config import (
+    choose_config,
+    refuse_beside_dense,
+    refuse_idle_budget,
+    refuse_residual,
+)
 from sparsekv.runtime.decoding.engine import why_alone
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -39,7 +44,7 @@ from sparsekv.runtime.decoding.session import Session, chosen_sampling
 from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import GROUPS, in_order, recall_report, row_records
-from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
 from sparsekv.runtime.serving.scheduler import Scheduler
 from sparsekv.runtime.serving.stream import Stream
@@ -210,6 +215,10 @@ class Index:
             )
             if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
                 refuse_beside_dense({"--prefill": prefill})
+            if residual and isinstance(config.attention, MethodSpec) and config.attention.method.replaces():
+                refuse_residual([config.attention.name])
+            refuse_idle_budget(config.attention, "--budget", budget)
+            refuse_idle_budget(config.question, "--prefill-budget", prefill_budget)
             return StreamingSession.open(self.opened, config)
 
     def ask(self, question: str, sampling: Sampling | None = None, *, sources: int = 0, **setting: Any) -> Answer:

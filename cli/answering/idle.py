@@ -8,6 +8,7 @@ from sparsekv.cli.configuring.project_file import long_name
 from sparsekv.cli.configuring.sources import on_command_line, owners
 from sparsekv.formats.device import choose_device
 from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
+from sparsekv.runtime.decoding.choose_config import idle_budget
 from sparsekv.runtime.selection.interface import MethodSpec
 
 DRAFTING = ("method", "budget", "schedule", "residual", "dense_layers")
@@ -31,9 +32,9 @@ def note_idle_method(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:
         told = f"--residual has no effect on {attention.name}"
         note(f"{told}, which represents the tokens that it does not select without it", quiet=quiet)
     for name, one in (("budget", attention), ("prefill_budget", config.question)):
-        if isinstance(one, MethodSpec | QuestionPrefill) and one.method.ignores_budget and on_command_line(ctx, name):
-            told = f"--{name.replace('_', '-')} {ctx.params[name]} has no effect on {one.name}"
-            note(f"{told}, which selects the same tokens for any budget", quiet=quiet)
+        option = f"--{name.replace('_', '-')} {ctx.params[name]}"
+        if on_command_line(ctx, name) and (told := idle_budget(one, option)):
+            note(told, quiet=quiet)
 
 
 def note_prefill_alone(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:

@@ -63,7 +63,7 @@ def save_session(
         closed, place = add_turn(opened, place, turn, raw=raw)
         said.append(closed.tokens)
     tokens = torch.cat(said)
-    text = str(opened.tokenizer.decode(tokens))
+    text = str(opened.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
     addition = Addition(tokens, text, place.chat, special_tokens, border=place.border)
     plan = growing_plan(opened.artifact, opened.loaded, addition)
     if learning := learning_line(manifest, len(tokens)):

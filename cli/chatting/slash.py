@@ -15,6 +15,7 @@ from sparsekv.cli.common.method_options import note_small_budgets
 from sparsekv.cli.pages.trace import describe_size, refuse_unwritable, write
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import Dense
+from sparsekv.runtime.decoding.choose_config import idle_budget
 from sparsekv.runtime.selection.registry import DENSE, choose_methods
 from sparsekv.runtime.tracing.trace import TracedIndex
 
@@ -142,6 +143,8 @@ def budget(session: Chat, argument: str) -> None:
         session.switch(session.choices.other_budget(session.talk.config, argument))
         session.choices.budget = session.talk.config.budget
         note_small_budgets([session.talk.config.budget], quiet=session.quiet)
+        if told := idle_budget(session.talk.config.attention, f"/budget {argument}"):
+            note(told, quiet=session.quiet)
     else:
         note(describe(session.talk.config), quiet=False)
 

@@ -19,6 +19,7 @@ from sparsekv.runtime.decoding.choose_config import (
     prefill_method,
     question_prefill,
     refuse_beside_dense,
+    refuse_idle_budget,
 )
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import DENSE, methods, methods_of
@@ -107,7 +108,7 @@ def config_of(
         UsageError: the method or the prefill does not exist, the budget is not valid, or the values contradict each
             other.
     """
-    config, artifact = served.config, served.opened.artifact
+    config, artifact, given = served.config, served.opened.artifact, budget
     if method is not None:
         _, kind = attention_of(artifact, method)
         if budget is None and kind is not Dense:
@@ -118,6 +119,7 @@ def config_of(
         if isinstance(config.attention, Dense):
             refuse_beside_dense({"--budget": budget})
         config = replace(config, budget=Budget.parse(budget), layer_budgets={}, origin="")
+    refuse_idle_budget(config.attention, "--budget", given)
     if prefill is not None:
         named = prefill_method(artifact, prefill)
         config = replace(config, question=question_prefill(prefill, None, named, {}))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from statistics import fmean
 from typing import Protocol
 from uuid import uuid4
@@ -206,13 +207,18 @@ class TokenOffsets:
     """Positions of the tokens of an answer in its text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._decoder, self._characters = TokenDecoder(tokenizer, skip_special_tokens=True), 0
+        self._decoder = TokenDecoder(tokenizer, skip_special_tokens=True)
+        self._characters = 0
+        """Number of characters before the tokens that wait in the decoder."""
 
-    def put(self, token: int) -> int:
-        """Return the number of characters before the next token, or before the character that it continues."""
-        before = self._characters
-        self._characters += len(self._decoder.put(token))
-        return before
+    def put(self, tokens: Sequence[int]) -> list[int]:
+        """Return, for each of the next tokens, the number of characters before it or before the character that it
+        continues."""
+        waiting = len(self._decoder.waiting)
+        texts = self._decoder.put(tokens)
+        starts = list(accumulate(map(len, texts), initial=self._characters))
+        self._characters = starts[len(texts) - len(self._decoder.waiting)]
+        return starts[waiting:-1]
 
 
 class TextForm:
@@ -255,5 +261,5 @@ class TextForm:
             tokens=[token_text(self.about.tokenizer, one.token) for one in tokens],
             token_logprobs=[one.logprob for one in tokens],
             top_logprobs=[self.about.likeliest(one.top) for one in tokens],
-            text_offset=[answer.put(one.token) for one in tokens],
+            text_offset=answer.put([one.token for one in tokens]),
         )

@@ -45,7 +45,7 @@ from sparsekv.formats.errors import IdentityError, SparsekvError, UsageError, re
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.choose_config import choose_config, idle_budget
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.serving.scheduler import Scheduler
@@ -246,6 +246,8 @@ def run(options: ServeOptions) -> None:
     opened = _first(options, artifacts[first], configs[first])
     beside = partial(_beside, options, opened.loaded, folders[first])
     note_small_budgets([config.budget for config in configs.values()], quiet=options.quiet)
+    if options.budget is not None and (told := idle_budget(configs[first].attention, f"--budget {options.budget}")):
+        note(told, quiet=options.quiet)
 
     def open_later(name: str, folder: Path) -> Served:
         artifact = open_artifact(folder)

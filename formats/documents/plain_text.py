@@ -89,10 +89,7 @@ def encode_text(
     control, unknown = _control_tokens(tokenizer), _unknown_token(tokenizer)
     frame = "".join(part for part in parts if isinstance(part, Trusted))
     meant = _count(_encode(tokenizer, frame, add_special_tokens=add_special_tokens).ids, control)
-    found = _count(ids, control) - meant
-    if unknown is not None and unknown in found:
-        # The tokenizer also uses this token for unknown characters, which do not count here.
-        found[unknown] = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
+    found = _without_unknown(_count(ids, control) - meant, unknown, parts)
     if not found.total():
         return EncodedText(ids, {}, whole.starts)
     untold = {number: token for number, token in control.items() if token != unknown}
@@ -107,6 +104,20 @@ def encode_text(
         )
     text = "".join(part for part in parts if not isinstance(part, Trusted))
     return EncodedText(ids, {token: found[token] for token in sorted(+found, key=text.find)}, places)
+
+
+def has_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether a text has control tokens, so that its token ids depend on whether they keep their meaning."""
+    found = _count(_encode(tokenizer, text).ids, _control_tokens(tokenizer))
+    return _without_unknown(found, _unknown_token(tokenizer), [text]).total() > 0
+
+
+def _without_unknown(found: Counter[str], unknown: str | None, parts: Sequence[str]) -> Counter[str]:
+    """Return the counts of control tokens without unknown characters, for which a tokenizer uses a control token."""
+    if unknown is None or unknown not in found:
+        return found
+    written = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
+    return Counter({**found, unknown: written})
 
 
 _encoding = Lock()

@@ -531,6 +531,10 @@ class AdditionRecord(Record):
         description="line of the text at which its first token begins, 0 or less behind other line breaks; null if "
         "unknown",
     )
+    special_tokens: bool | None = Field(
+        default=None,
+        description="whether the text's special tokens kept their meaning; null if it has none, or if unknown",
+    )
 
 
 class RopeRecord(Record):
@@ -576,6 +580,11 @@ class Manifest(Record):
     probe: Probe
     canary: list[CanaryToken] = Field(default=[], max_length=64, description="none in an index of an earlier version")
     files: dict[FileName, FileRecord]
+    checkpoints: Size | None = Field(
+        default=None,
+        description="states are also stored after each this many blocks of 256 tokens; null: only the states that "
+        "every index needs, or an index of an earlier version",
+    )
     additions: list[AdditionRecord] = Field(
         default=[], description="texts appended since the index was built, in order"
     )

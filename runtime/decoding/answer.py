@@ -84,7 +84,7 @@ class Streamer:
         return not shown and bool(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def _decoded(self, start: int) -> str:
-        return str(self.tokenizer.decode(self.tokens[start:], skip_special_tokens=True))
+        return _text(self.tokenizer, self.tokens[start:])
 
     def _shorten(self, text: str) -> None:
         """Keep the fewest last tokens that decode to the end of `text`, which the callback has.
@@ -99,7 +99,7 @@ class Streamer:
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Decode the tokens of an answer to text, without special tokens.
+    """Decode the tokens of an answer to text, without special tokens and without transformers' clean-up of spaces.
 
     Tokens such as `<0xE2>` are single bytes. If such tokens end within a character, tokenizers decode none of the bytes
     before it. Here only the incomplete character becomes U+FFFD.
@@ -110,8 +110,13 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     names = [str(tokenizer.convert_ids_to_tokens(token)) for token in shown[-LONGEST_CHARACTER:]]
     for count in range(1, min(len(shown), LONGEST_CHARACTER - 1) + 1):
         if _begins_character(names[-count:]):
-            return f"{tokenizer.decode(shown[:-count], skip_special_tokens=True)}{INCOMPLETE}"
-    return str(tokenizer.decode(shown, skip_special_tokens=True))
+            return f"{_text(tokenizer, shown[:-count])}{INCOMPLETE}"
+    return _text(tokenizer, shown)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    # The clean-up of spaces, as in "is n't", would change text that is already streamed.
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _begins_character(names: Sequence[str]) -> bool:

@@ -95,6 +95,23 @@ def refuse_beside_dense(given: Mapping[str, Any]) -> None:
             raise UsageError(f"{told} has no effect with --method {DENSE}, which attends to all tokens; leave it out")
 
 
+def idle_budget(attention: MethodSpec | QuestionPrefill | Dense | Own, option: str) -> str:
+    """Return a line that says that a budget has no effect on a method; empty if it has one.
+
+    Args:
+        option: the option and its value, such as `--budget 5%`.
+    """
+    if isinstance(attention, MethodSpec | QuestionPrefill) and attention.method.ignores_budget:
+        return f"{option} has no effect on {attention.name}, which selects the same tokens for any budget"
+    return ""
+
+
+def refuse_idle_budget(attention: MethodSpec | QuestionPrefill | Dense | Own, option: str, budget: object) -> None:
+    """Raise UsageError if a budget is given, which may be None, and the method ignores it."""
+    if budget is not None and (told := idle_budget(attention, f"{option} {budget}")):
+        raise UsageError(f"{told}; leave it out")
+
+
 def refuse_residual(methods: Iterable[str]) -> NoReturn:
     """Raise UsageError for --residual with methods that represent the tokens that they do not select themselves."""
     raise UsageError(

@@ -23,7 +23,10 @@ class Loki(Method):
     """Ranks all keys by their first principal components."""
 
     dims: int = field(
-        default=16, metadata={"help": "Number of principal components of each head's keys that are read to rank them."}
+        default=16,
+        metadata={
+            "help": "Number of principal components of each head's keys that are read to rank them, at most all."
+        },
     )
 
     def __post_init__(self) -> None:

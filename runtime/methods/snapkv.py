@@ -36,7 +36,10 @@ class SnapKV(Method):
     pool_size: int = field(
         default=7, metadata={"help": "Number of neighbouring tokens whose scores are pooled, odd; 1: no pooling."}
     )
-    pooling: str = field(default="max", metadata={"help": f"How neighbours' scores are pooled: {', '.join(POOLING)}."})
+    pooling: str = field(
+        default="max",
+        metadata={"unless": {"pool_size": 1}, "help": f"How neighbours' scores are pooled: {', '.join(POOLING)}."},
+    )
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "window_queries")

@@ -41,7 +41,7 @@ class SparQ(Method):
     """Ranks all keys by a few of their channels."""
 
     channels: int = field(
-        default=16, metadata={"help": "Number of channels of each head's keys that are read to rank them."}
+        default=16, metadata={"help": "Number of channels of each head's keys that are read to rank them, at most all."}
     )
     mean_value: bool = field(
         default=False,

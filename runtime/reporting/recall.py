@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsekv.formats.index.reader import CPU
-from sparsekv.formats.index.schema import LayerFacts
+from sparsekv.formats.index.schema import LayerFacts, layer_file
 from sparsekv.kernels.scores.logits import attention_logits, softmax_with_logsumexp
 from sparsekv.runtime.attention.guard import Attempt, Guard, Outcome, missed_share
 from sparsekv.runtime.cache.kv_store import LayerRows
@@ -106,14 +106,16 @@ class Truth:
 def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, multiple: int = 1) -> Iterator[Truth]:
     """Compute dense attention of the queries of all blocks, batch by batch. Batches are numbered from 0.
 
-    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows, in a multiple of `multiple`, and at least
-    `multiple`. If the number of a block's queries is no such multiple, its last batch also has the queries that are
-    left over.
+    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows in the layer with the most query heads, in a
+    multiple of `multiple`, and at least `multiple`. So a batch has the same queries in each layer, and methods that
+    share selections between layers find them by the batch's number. If the number of a block's queries is no such
+    multiple, its last batch also has the queries that are left over.
     """
-    batches, tokens = count(), rows.artifact.manifest.split.tokens
+    batches, manifest = count(), rows.artifact.manifest
+    Hq = max(manifest.files[layer_file("queries", layer)].tensors["tail"].shape[0] for layer in manifest.indexed_layers)
+    step = max(1, LOGITS_AT_ONCE // (Hq * manifest.split.tokens) // multiple) * multiple
     for block in blocks:
-        Hq, queries, _ = block.queries.shape
-        step = max(1, LOGITS_AT_ONCE // (Hq * tokens) // multiple) * multiple
+        queries = block.queries.shape[1]
         edges = [*range(0, max(min(1, queries), queries - multiple + 1), step), queries]
         for start, stop in pairwise(edges):
             yield _truth(rows, block.part(slice(start, stop), device), next(batches), begins=start == 0)

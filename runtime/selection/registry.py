@@ -81,8 +81,8 @@ def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: b
 
     The reason is empty if the method reads the field, or if the field has its default. The field's metadata has the
     conditions. `needs`: values of the method's other fields, by name; a tuple has several values, any of which will do.
-    `joint`: the field is read only by a selection that the tokens of a question or of a chunk share. `appends`: the
-    field is read only when tokens are generated.
+    `unless`: values of other fields with which the field is not read. `joint`: the field is read only by a selection
+    that the tokens of a question or of a chunk share. `appends`: the field is read only when tokens are generated.
 
     Args:
         parameters: values of options by field name; None: the user did not set the option.
@@ -92,13 +92,18 @@ def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: b
     known = {field.name: field for field in fields(method)}
     if parameters.get(name) in (None, known[name].default):
         return ""
+    used = {
+        other: field.default if parameters.get(other) is None else parameters[other] for other, field in known.items()
+    }
     for other, value in known[name].metadata.get("needs", {}).items():
-        given = parameters.get(other)
         values = value if isinstance(value, tuple) else (value,)
-        if other in known and (known[other].default if given is None else given) not in values:
+        if other in known and used[other] not in values:
             return f"without --{other.replace('_', '-')}" + (
                 "" if value is True else f" {' or '.join(map(str, values))}"
             )
+    for other, value in known[name].metadata.get("unless", {}).items():
+        if used.get(other) == value:
+            return f"with --{other.replace('_', '-')} {value}"
     if known[name].metadata.get("appends") and not answers:
         return "where no tokens are generated"
     return "in decode steps, each of which has one query" if decodes and known[name].metadata.get("joint") else ""

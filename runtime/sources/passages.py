@@ -1,10 +1,12 @@
 """Decode the text of each token of a prompt, and split the prompt into sentences and parts of long sentences."""
 
+import codecs
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -97,42 +99,80 @@ LONGEST_CHARACTER = 8
 
 A character has at most four bytes, and a token at least one. The parts of a composed emoji are separate characters.
 """
+UTF_8 = codecs.getincrementaldecoder("utf-8")
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Decode a single token as it continues a text. A token that is only a part of a character gives U+FFFD."""
     # The token is decoded after itself, because a tokenizer may drop a space at the start of a text.
-    once, twice = (str(tokenizer.decode([token] * times)) for times in (1, 2))
+    once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
     return twice.removeprefix(once) if twice.startswith(once) else once
 
 
 class TokenDecoder:
-    """Decodes the text of each token of a sequence, one token after another.
+    """Decodes the text of each token of a sequence, some tokens after others.
 
     If several tokens make up one character, the character is the text of the last token, and the texts of the other
     tokens are empty. Each token is decoded together with earlier tokens, because a tokenizer may drop a space at the
-    start of a text.
+    start of a text. In tokenizers with byte fallback, a run of byte tokens is decoded as a whole, because a single
+    invalid byte makes each byte of the run U+FFFD.
 
     Args:
         skip_special_tokens: special tokens have an empty text.
+
+    Attributes:
+        waiting: the last tokens, if tokens that follow may change their texts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False):
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
-        self.lead: list[int] = []
-        """The last tokens that have a text."""
         self.waiting: list[int] = []
-        """Tokens since then. Their text does not decode yet, because it may be the beginning of a character."""
+        self._lead: list[int] = []
+        """The last tokens before `waiting` that have a text."""
+        self._bytes = byte_tokens(tokenizer)
+        added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
+        self._special = {token for token, one in added if one.special}
 
-    def put(self, token: int, *, last: bool = False) -> str:
-        """Return the text of the next token. The `last` token of a sequence waits for no other tokens."""
-        self.waiting.append(token)
-        now = self._text([*self.lead, *self.waiting])
-        if now.endswith(UNDECODED) and not last and len(self.waiting) < LONGEST_CHARACTER:
-            return ""
-        text = now[len(self._text(self.lead)) :]
-        self.lead, self.waiting = self.waiting if text else [*self.lead, *self.waiting], []
-        return text
+    def put(self, tokens: Sequence[int]) -> list[str]:
+        """Return the texts of the tokens in `waiting` and of the next tokens, as if no token followed them."""
+        ids = [*self.waiting, *tokens]
+        places = [place for place, token in enumerate(ids) if not self._is_silent(token)]
+        shown, texts, self.waiting = [ids[place] for place in places], [""] * len(ids), []
+        start = 0
+        while start < len(shown):
+            of_bytes = shown[start] in self._bytes
+            found = self._byte_run(shown, start) if of_bytes else self._character(shown, start)
+            stop = start + len(found)
+            for place, text in zip(places[start:stop], found, strict=True):
+                texts[place] = text
+            incomplete = found[-1].endswith(UNDECODED) and len(found) < LONGEST_CHARACTER
+            if stop == len(shown) and (of_bytes or incomplete):
+                self.waiting = ids[places[start] :]
+            else:
+                self._lead = [*([] if found[-1] else self._lead), *shown[start:stop][-LONGEST_CHARACTER:]]
+            start = stop
+        return texts
+
+    def _byte_run(self, ids: list[int], start: int) -> list[str]:
+        """Return the texts of the byte tokens from `start` on."""
+        stop = next((place for place in range(start, len(ids)) if ids[place] not in self._bytes), len(ids))
+        texts = byte_texts(bytes(self._bytes[token] for token in ids[start:stop]), cut=stop == len(ids))
+        if not self._lead and texts[0] == " ":
+            texts[0] = self._text(ids[start : start + 1])
+        return texts
+
+    def _character(self, ids: list[int], start: int) -> list[str]:
+        """Return the texts of the fewest tokens from `start` on that decode to whole characters."""
+        before = len(self._text(self._lead))
+        for stop in range(start + 1, start + LONGEST_CHARACTER + 1):
+            text = self._text([*self._lead, *ids[start:stop]])[before:]
+            if not text.endswith(UNDECODED) or stop == len(ids) or ids[stop] in self._bytes:
+                break
+        return [*[""] * (stop - start - 1), text]
+
+    def _is_silent(self, token: int) -> bool:
+        """Whether a token has no text in any sequence. Embeddings beyond the tokenizer's vocabulary have no name."""
+        return token in self._special or self.tokenizer.convert_ids_to_tokens(token) is None
 
     def _text(self, ids: list[int]) -> str:
         return str(
@@ -140,7 +180,37 @@ class TokenDecoder:
         )
 
 
+def byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    """Return the ids of the tokens for single bytes, such as `<0xE2>`, with their bytes; empty if there are none."""
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    ids: Any = tokenizer.convert_tokens_to_ids([*names])
+    known = [token for token in ids if token is not None]
+    named = zip(known, tokenizer.convert_ids_to_tokens(known), strict=True)
+    found = {token: names[name] for token, name in named if name in names}
+    letter = next((token for token, byte in found.items() if byte == ord("A")), None)
+    # Without byte fallback, decoding returns the names.
+    return found if letter is not None and tokenizer.decode([letter]) == "A" else {}
+
+
+def byte_texts(run: bytes, *, cut: bool) -> list[str]:
+    """Return the texts of the byte tokens of a run: a character is the text of its last byte.
+
+    Each byte of a run that is not UTF-8 is U+FFFD. If the sequence ends with the run, only the last character may be
+    incomplete.
+
+    Args:
+        cut: whether the sequence ends with the run.
+    """
+    decoder = UTF_8()
+    try:
+        texts = [decoder.decode(bytes([byte])) for byte in run]
+        if not cut:
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return [UNDECODED] * len(run)
+    return [*texts[:-1], texts[-1] or UNDECODED]
+
+
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Decode the text of each token, as `TokenDecoder` does, including special tokens."""
-    decoder = TokenDecoder(tokenizer)
-    return [decoder.put(token, last=number == len(ids)) for number, token in enumerate(ids, 1)]
+    return TokenDecoder(tokenizer).put(ids)

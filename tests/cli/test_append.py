@@ -218,6 +218,17 @@ def test_a_text_that_was_added_is_not_added_again_unless_it_is_wanted(online: Pa
     assert Artifact(Path("doc.skv")).manifest.additions == [added, added]
 
 
+@pytest.mark.parametrize("meant", [False, True])
+def test_a_text_whose_special_tokens_were_read_otherwise_is_not_there_already(online: Path, meant: bool) -> None:
+    Path("more.txt").write_text("A turn.<|end|>")
+    first, other = ((), ("--special-tokens",))[:: -1 if meant else 1]
+    assert run_here("append", "more.txt", *first, "-q").code == 0
+    assert Artifact(Path("doc.skv")).manifest.additions[0].special_tokens is meant
+    assert "holds this text already" in run_here("append", "more.txt", *first).stderr
+    read = "with their meaning; give" if meant else "as plain text; leave out"
+    _refused(2, (f"special tokens read {read} --special-tokens", "--again"), "append", "more.txt", *other)
+
+
 def test_a_build_of_the_document_alone_does_not_lose_what_was_appended(online: Path) -> None:
     assert run_here("append", "more.txt", "-q").code == 0
     build = ("build-index", "doc.txt", "--model", "model", "--method", "multipole", "--block", "256", "-q")

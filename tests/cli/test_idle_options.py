@@ -110,6 +110,7 @@ REFUSED = [
     ("generate", (*ASK, "--method", "squeezed", "--lookup", "hierarchical", "--selection", "threshold"), "opened", "2"),
     ("generate", (*ASK, "--method", "quoka"), "prefill-queries", "2"),
     ("trace", (*ASK, "--method", "quoka"), "quoka-across", "mean"),
+    ("generate", (*ASK, "--method", "snapkv", "--pool-size", "1"), "pooling", "average"),
     ("eval", (*EVAL, "--method", "quoka"), "quoka-subset", "all"),
     ("recall-report", ("--method", "quoka"), "quoka-subset", "all"),
     ("recall-report", ("--method", "sampleattention"), "prefill-queries", "2"),
@@ -142,6 +143,8 @@ NOTED = [
     ("generate", (*ASK, "--prefill", "window"), "prefill-budget", "20%"),
     ("generate", (*ASK, "--lossless"), "lookup", "flat"),
     ("chat", ("--max-new-tokens", "2"), "seed", "3"),
+    ("chat", ("--max-new-tokens", "2", "--method", "window"), "budget", "20%"),
+    ("chat", ("--max-new-tokens", "2"), "residual", ""),
     ("chat", ("--max-new-tokens", "2", *DENSE), "placement", "host"),
     ("chat", ("--max-new-tokens", "2"), "residual", ""),
     ("chat", ("--max-new-tokens", "2", "--method", "window"), "budget", "20%"),
@@ -207,7 +210,9 @@ def test_each_condition_of_a_methods_option_is_tried() -> None:
     for registry in (methods(), indexers(), prefills()):
         for one in registry.values():
             fields = one.__dataclass_fields__.values()
-            assert {field.name for field in fields if {"needs", "joint", "appends"} & field.metadata.keys()} <= tried
+            assert {
+                field.name for field in fields if {"needs", "unless", "joint", "appends"} & field.metadata.keys()
+            } <= tried
 
 
 @pytest.mark.parametrize(("command", "given", "option", "value"), REFUSED)

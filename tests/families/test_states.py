@@ -234,6 +234,18 @@ def test_checkpoints_stay_as_far_apart_after_an_append(tmp_path: Path) -> None:
     assert {tokens for tokens in grown.states if tokens % 256} == needed
 
 
+@pytest.mark.parametrize(("tail", "states"), [(44, (512, 768)), (300, (256, 512, 768))])
+def test_a_checkpoint_that_every_index_needs_counts_after_an_append(
+    tail: int, states: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The tail begins at a checkpoint: the only one, or one of two."""
+    plan = _plan("lfm2", TEXT[: 250 + tail], checkpoints=1)  # the template has 6 tokens
+    first = build_index(with_changes(plan, tail=tail), tmp_path / "a.skv")
+    assert first.split.tokens - tail == 256
+    grown = _grow(tmp_path / "a.skv", plan.loaded, TEXT[600:1150])
+    assert {*states} <= {*grown.states}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FEW)
 def test_a_killed_build_is_resumed_to_the_same_index(family: str, tmp_path: Path) -> None:

@@ -215,22 +215,33 @@ def one_after_another(world: World, index: OpenIndex) -> None:
     A build that is refused, as that of a text without what was appended, runs again with force.
     """
     random, folder, plan, text = Random(world.case.more), world.folder / "index.skv", world.plan(), world.document
+    distance: int | None = None  # of the checkpoints in the index, which later builds keep
+    known = True
     for more in reversed(range(random.choice([2, 3, 4]))):
         if random.random() < 0.2:
             _stopped(_growing(world, folder, random), folder, random)
         plan, text = _changed(world, plan, text, random)
+        stopped = False
         try:
             if more and random.random() < 0.7:
-                _stopped(plan, folder, random)
+                stopped = _stopped(plan, folder, random)
             else:
                 build_index(plan, folder)
         except ArtifactError as error:
             expect("--force" in str(error), "refused", str(error))
-            build_index(with_changes(plan, force=True), folder)
-        plan = with_changes(plan, force=False)
+            plan = with_changes(plan, force=True)
+            build_index(plan, folder)
+        if stopped:
+            known = known and not plan.config.force
+            plan = with_changes(plan, force=False)
+            continue
+        distance = plan.config.checkpoints or (None if plan.config.force else distance)
+        plan = with_changes(plan, force=False, checkpoints=None)
     manifest = Artifact(folder).manifest
     stored = {name: indexer_of(indexers()[name], record.parameters) for name, record in manifest.methods.items()}
     expect(stored | plan.config.methods == stored, "one after another", f"the methods are {stored}")
+    if known:
+        expect(stored_checkpoints(manifest) == distance, "one after another", f"checkpoints are not {distance} apart")
     plan = with_changes(plan, methods=stored, checkpoints=stored_checkpoints(manifest))
     same_as_fresh(world, folder, plan, methods=True)
     fresh = Artifact(world.folder / "fresh.skv").manifest
@@ -247,8 +258,8 @@ def _growing(world: World, folder: Path, random: Random) -> BuildPlan:
     return growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
 
 
-def _stopped(plan: BuildPlan, folder: Path, random: Random) -> None:
-    """Build, but for one build in four until a step of it, if it has so many."""
+def _stopped(plan: BuildPlan, folder: Path, random: Random) -> bool:
+    """Build, but for one build in four until a step of it, if it has so many; return whether it was stopped."""
     left = random.randint(1, 25) if random.random() < 0.75 else 0
 
     def stop(stage: str, done: int, of: int) -> None:
@@ -259,6 +270,8 @@ def _stopped(plan: BuildPlan, folder: Path, random: Random) -> None:
 
     with suppress(_Stopped):
         build_index(plan, folder, stop)
+        return False
+    return True
 
 
 def _changed(world: World, plan: BuildPlan, text: str, random: Random) -> tuple[BuildPlan, str]:

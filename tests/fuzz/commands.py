@@ -15,8 +15,10 @@ from transformers import AutoTokenizer
 
 from sparsekv.formats.documents.continuation import BETWEEN
 from sparsekv.formats.documents.document import UTF_8
+from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import tokenizer_identity
 from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
@@ -97,6 +99,14 @@ def asking_options(world: World, budget: str) -> list[str]:
     ]
 
 
+def as_loaded(world: World) -> OpenIndex:
+    """The case's index, open with the model that commands load.
+
+    Products round by the addresses of weights. In a loud model another last digit can select other clusters.
+    """
+    return load_and_open(Artifact(world.folder / "index.skv"), str(world.folder / "model"), world.device)
+
+
 @deed("command", 4)
 def command(world: World, index: OpenIndex) -> None:
     """`build-index` and `generate` give the rows and the answer that the parts below them give."""
@@ -130,7 +140,8 @@ def command(world: World, index: OpenIndex) -> None:
             world, "generate", "--index", "index.skv", *asking_options(world, case.budget), "--json", "--", question
         )
         if outcome.code == 0:
-            expected = world.asker(index).ask(question_ids(index, question, raw=case.raw), Sampling(case.answer))
+            opened = as_loaded(world)
+            expected = world.asker(opened).ask(question_ids(opened, question, raw=case.raw), Sampling(case.answer))
             found = json.loads(outcome.stdout)
             expect(found["text"] == expected.text, "command's answer", f"{found['text']!r}, not {expected.text!r}")
             apart = abs(found["kv_fraction"] - expected.kv_fraction)
@@ -244,8 +255,9 @@ def compiled(world: World, index: OpenIndex) -> None:
         asking = [*asking_options(world, world.case.budget), "--json"]
         outcome = ran(world, "generate", "--index", "index.skv", *asking, "--compile", "on", "--", question)
     if outcome.code == 0:
-        asked = question_ids(index, question, raw=world.case.raw)
-        expected = world.asker(index).ask(asked, Sampling(world.case.answer))
+        opened = as_loaded(world)
+        asked = question_ids(opened, question, raw=world.case.raw)
+        expected = world.asker(opened).ask(asked, Sampling(world.case.answer))
         found = json.loads(outcome.stdout)["text"]
         expect(found == expected.text, "compiled answer", f"{found!r}, not {expected.text!r}")
 
@@ -262,8 +274,8 @@ def chat_command(world: World, index: OpenIndex) -> None:
         with Path("questions.txt").open() as lines, mock.patch.object(sys, "stdin", lines):
             outcome = ran(world, "chat", "--index", "index.skv", *asking_options(world, case.budget))
     if outcome.code == 0:
-        asker = world.asker(index)
-        one = Conversation(index, asker.config, raw=case.raw)
+        opened = as_loaded(world)
+        one = Conversation(opened, world.config(opened), raw=case.raw)
         expected = "".join(f"{one.ask(question, Sampling(case.answer)).text}\n" for question in questions)
         expect(outcome.stdout == expected, "chat's answers", f"{outcome.stdout!r}, not {expected!r}")
 
@@ -312,15 +324,18 @@ def api(world: World, index: OpenIndex) -> None:
     case = world.case
     if case.guard is not None or case.raw or case.ahead or not is_read_back(world):
         return
+    method, prefill = methods()[case.method](**dict(case.options_read)), methods().get(case.question_prefill or "")
     with placed(world):
         opened = front.open_index("index.skv", "model", device=world.device)
-        setting = {"prefill": case.question_prefill, "prefill_budget": case.prefill_budget, "placement": case.placement}
+        setting = {"prefill": case.question_prefill, "placement": case.placement}
+        if not (prefill and prefill.ignores_budget):
+            setting["prefill_budget"] = case.prefill_budget
         answer = opened.ask(
             world.question(0),
             Sampling(case.answer),
             method=case.method,
-            budget=case.budget,
-            residual=case.residual,
+            budget=None if method.ignores_budget else case.budget,
+            residual=case.residual and not method.replaces(),
             **setting,
             **dict(case.options_read),
         )

@@ -79,6 +79,12 @@ def test_what_is_asked_wrongly_is_told_in_the_words_of_the_api(index: api.Index)
         index.ask(QUESTION, budget="lots")
     with pytest.raises(UsageError, match=r"^hash_bits has no effect on quest; leave it out"):
         index.ask(QUESTION, method="quest", hash_bits=3)
+    with pytest.raises(UsageError, match=r"^budget 0\.1 has no effect on window, which .*; leave it out$"):
+        index.ask(QUESTION, method="window", budget=0.1)
+    with pytest.raises(UsageError, match=r"^prefill_budget 64 has no effect on window"):
+        index.ask(QUESTION, prefill="window", prefill_budget=64)
+    with pytest.raises(UsageError, match=r"^residual has no effect on multipole"):
+        index.ask(QUESTION, method="multipole", residual=True)
     with pytest.raises(UsageError, match=r"add it with `sparsekv build-index .* --method csattention`"):
         index.ask(QUESTION, method="csattention")
     with pytest.raises(UsageError, match=r"^top_p 0\.5 has no effect at temperature 0, .* or leave top_p out$"):

@@ -39,6 +39,19 @@ def test_a_token_is_where_its_text_is(kind: str) -> None:
     assert [part.text_offset for part in parts] == [[place] for place in whole.text_offset]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_invalid_byte_after_characters_moves_the_text_that_follows(parts: int) -> None:
+    """Byte fallback then decodes each byte of the run to U+FFFD."""
+    tokenizer = tokenizer_of("llama-2")
+    run = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in ("\u05e9" * 3).encode() + b"\xff"]
+    ids = [*run, *tokenizer("list", add_special_tokens=False).input_ids]
+    text = tokenizer.decode(ids)
+    answer = [TokenLogprobs(token, -1.0, ()) for token in ids]
+    found = told(tokenizer, *([answer] if parts == 1 else [answer[:3], answer[3:]]))
+    places = [place for part in found for place in part.text_offset]
+    assert text[places[len(run)] :] == " list"
+
+
 @pytest.mark.parametrize("kind", ["llama-2", "llama-3"])
 def test_no_alternative_takes_the_name_of_another(kind: str) -> None:
     tokenizer = tokenizer_of(kind)

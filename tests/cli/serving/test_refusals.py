@@ -70,6 +70,7 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"sparsekv": {"budget": "300%"}}, "sparsekv", "not a budget"),
     ({"sparsekv": {"method": "qest"}}, "sparsekv", "did you mean quest?"),
     ({"sparsekv": {"method": "dense", "budget": 0.1}}, "sparsekv", "no effect"),
+    ({"sparsekv": {"method": "window", "budget": 0.1}}, "sparsekv", "budget 0.1 has no effect on window"),
     ({"sparsekv": {"prefill": "nothing"}}, "sparsekv", "prefill nothing"),
     ({"sparsekv": {"method": "quest", "gauge": True}}, "sparsekv", "quest cannot estimate"),
     ({"sparsekv": {"method": "dense", "gauge": True}}, "sparsekv", "no effect"),

@@ -186,9 +186,11 @@ def test_an_index_that_is_served_in_another_dtype_than_its_own_is_named(built: P
     other = ("--model", built / "model", "--dtype", "bfloat16", "--method", "squeezed", "-o", tmp_path / "other.skv")
     assert run_here("build-index", built / "doc.txt", *other, "-q").code == 0
     shutil.copytree(built / "doc.skv", tmp_path / "doc.skv")
-    with serving(tmp_path, "doc.skv", "other.skv", stderr=str(tmp_path / "notes")):
+    idle = ("--method", "window", "--budget", "20%")
+    with serving(tmp_path, "doc.skv", "other.skv", *idle, stderr=str(tmp_path / "notes")):
         notes = (tmp_path / "notes").read_text()
     assert "other.skv was built in bfloat16 and is served in float32, as doc.skv is; --dtype" in notes
+    assert notes.count("--budget 20% has no effect on window") == 1
 
 
 def test_indices_beyond_the_memory_are_closed_and_opened_again(indices: Path, place: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from sparsekv.formats.errors import ArtifactError, IdentityError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import KVDtype
 from sparsekv.formats.models.load import identify
+from sparsekv.indexing.convert import convert_index
 from sparsekv.runtime.cache.index_cache import BuiltLayers
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.methods.squeezed import Squeezed
@@ -30,6 +31,17 @@ def test_a_mask_that_is_bent_later_is_refused(
     loaded = replace(index.loaded, model=bend(index.model, how))
     with pytest.raises(IdentityError, match=r"the probe .* or masks other tokens"):
         open_index(index.artifact, loaded.model, loaded.tokenizer, identify(loaded), hold=hold)
+
+
+def test_int8_is_a_reason_for_other_logits_over_a_converted_index(small: SmallIndices, tmp_path: Path) -> None:
+    exact = small.copy(tmp_path / "doc.skv")
+    convert_index(exact.artifact, "int8", tmp_path / "int8.skv", torch.device("cpu"), lambda *_: None)
+    loaded = replace(exact.loaded, model=bend(exact.model, "window"))
+    told = "int8 storage changes this model's logits too much, or .*: use the index that was converted, or the model"
+    with pytest.raises(IdentityError, match=told):
+        open_index(Artifact(tmp_path / "int8.skv"), loaded.model, loaded.tokenizer, identify(loaded))
+    with pytest.raises(IdentityError, match=r"^(?!.*int8)"):
+        open_index(exact.artifact, loaded.model, loaded.tokenizer, identify(loaded))
 
 
 def test_an_index_of_an_earlier_version_is_compared_with_the_models_own_attention(

@@ -1,6 +1,7 @@
 """Text as it is decoded: the pieces together are the text."""
 
 import random
+from copy import deepcopy
 from itertools import chain
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from sparsekv.runtime.decoding.answer import Streamer, decoded
+from sparsekv.runtime.sources.passages import TokenDecoder
 
 WORDS = ["<s>", "</s>", "def", "\u2581f", ":", "\n", "\u2581\u2581\u2581\u2581", "return", "\u2581x", "\u2581"]
 
@@ -81,6 +83,31 @@ def test_any_tokens_stream_as_they_decode(answer: tuple[PreTrainedTokenizerFast,
             assert "".join(pieces) == shown.rstrip("\ufffd")
     streamer.end()
     assert "".join(pieces) == decoded(tokenizer, ids)
+
+
+def test_spaces_that_transformers_would_clean_up_stay() -> None:
+    """`decode` makes "n't" from " n't", also from tokens whose text is streamed already."""
+    tokenizer, pieces = deepcopy(tokenizer_of("unigram chatml")), list[str]()
+    tokenizer.clean_up_tokenization_spaces = True
+    ids = tokenizer("it is n't , so he 's here .", add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == "it isn't, so he's here."
+    streamer = Streamer(tokenizer, pieces.append)
+    for one in ids:
+        streamer.put(one)
+    streamer.end()
+    assert "".join(pieces) == decoded(tokenizer, ids) == "it is n't , so he 's here ."
+
+
+@given(answers(), st.integers(0, 30))
+def test_texts_of_any_tokens_join_to_the_text_of_all(
+    answer: tuple[PreTrainedTokenizerFast, list[int]], cut: int
+) -> None:
+    tokenizer, ids = answer
+    decoder = TokenDecoder(tokenizer, skip_special_tokens=True)
+    first = decoder.put(ids[:cut])
+    settled = first[: len(first) - len(decoder.waiting)]
+    assert len(first) == len(ids[:cut])
+    assert "".join([*settled, *decoder.put(ids[cut:])]) == decoded(tokenizer, ids)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "bytes", "byte fallback"])

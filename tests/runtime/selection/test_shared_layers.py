@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.causal_families import tiny_config, tiny_model
 from support.choices import assert_best, recorded_choices
 from support.configs import sparse
 from support.random_tensors import normal
@@ -221,6 +223,21 @@ def test_a_report_follows_the_layers(deep: OpenIndex, at_once: int | None, monke
         assert row.recall == pytest.approx(sum(overlap) / len(overlap), abs=1e-6)
         assert row.kv_fraction == pytest.approx(1.0 if layer < full else tokens / split.middle)
         assert row.output_error < 1e-5 if layer < full else row.output_error > 1e-3
+
+
+def test_a_report_follows_layers_that_differ_in_query_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = [4, 4, 4, 8, 4, 8]
+    kinds = {"layer_types": ["full_attention"] * len(heads), "mlp_layer_types": ["dense"] * len(heads)}
+    shape = {"num_hidden_layers": len(heads), "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny_model(tiny_config("laguna", **shape, num_attention_heads_per_layer=heads, **kinds))
+    index = build_small(tmp_path / "a.skv", loaded=LoadedModel(model, tiny_tokenizer(), "tiny", None), methods={})
+    recall = []
+    for at_once in (100, 2):
+        monkeypatch.setattr("sparsekv.runtime.reporting.recall.LOGITS_AT_ONCE", at_once * 4 * index.split.tokens)
+        queries = MeasuredQueries(index.artifact)
+        report = recall_report(index.artifact, ["tidaldecode", "lessismore"], [Budget(30)], queries)
+        recall.append([row.recall for row in report.rows])
+    assert recall[0] == pytest.approx(recall[1])
 
 
 @pytest.mark.parametrize(
