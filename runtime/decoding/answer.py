@@ -84,7 +84,7 @@ class Streamer:
         return not shown and bool(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def _decoded(self, start: int) -> str:
-        return str(self.tokenizer.decode(self.tokens[start:], skip_special_tokens=True))
+        return _text(self.tokenizer, self.tokens[start:])
 
     def _shorten(self, text: str) -> None:
         """Keep the fewest last tokens that decode to the end of `text`, which the callback has.
@@ -110,8 +110,16 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     names = [str(tokenizer.convert_ids_to_tokens(token)) for token in shown[-LONGEST_CHARACTER:]]
     for count in range(1, min(len(shown), LONGEST_CHARACTER - 1) + 1):
         if _begins_character(names[-count:]):
-            return f"{tokenizer.decode(shown[:-count], skip_special_tokens=True)}{INCOMPLETE}"
-    return str(tokenizer.decode(shown, skip_special_tokens=True))
+            return f"{_text(tokenizer, shown[:-count])}{INCOMPLETE}"
+    return _text(tokenizer, shown)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Decode tokens without special tokens, and with all spaces.
+
+    The clean-up of some tokenizers removes a space when a full stop follows it, which may have been streamed already.
+    """
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _begins_character(names: Sequence[str]) -> bool:

@@ -1,5 +1,6 @@
 """Text as it is decoded: the pieces together are the text."""
 
+import copy
 import random
 from itertools import chain
 
@@ -52,6 +53,18 @@ def test_the_pieces_of_a_text_are_the_text(tokenizer: PreTrainedTokenizerFast, w
         streamer.put(one)
     streamer.end()
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_space_that_was_streamed_is_not_cleaned_up_later() -> None:
+    """The clean-up would make a text shorter than what was passed on of it, so its full stop would be lost."""
+    cleaning, pieces = copy.copy(tokenizer_of("unigram chatml")), list[str]()
+    cleaning.clean_up_tokenization_spaces = True
+    ids = cleaning("It is n't here , or there .", add_special_tokens=False).input_ids
+    streamer = Streamer(cleaning, pieces.append)
+    for one in ids:
+        streamer.put(one)
+    streamer.end()
+    assert "".join(pieces) == decoded(cleaning, ids) == "It is n't here , or there ."
 
 
 @st.composite
