@@ -265,9 +265,10 @@ def _loaded(
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    answers = None
-    with suppress(OSError):  # without the file transformers derives the settings from the model's config
+    try:
         answers = GenerationConfig.from_pretrained(folder)
+    except OSError:  # without the file transformers reads config.json, without the defaults of the config's class
+        answers = GenerationConfig.from_pretrained(folder, "config.json", _from_model_config=True)
     loaded = _Loaded.of(*kind.from_pretrained(None, state_dict=weights, generation_config=answers, **how))
     loaded.model.config.name_or_path = str(folder)
     return loaded

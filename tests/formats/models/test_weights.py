@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,11 +104,18 @@ def test_a_model_for_pictures_too_is_left_to_transformers(tmp_path: Path) -> Non
     assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
 
 
-def test_without_settings_of_answers_they_are_those_of_the_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [END, [END, 3], None])
+def test_without_settings_of_answers_they_are_those_of_the_config(tmp_path: Path, end: Any) -> None:
+    """Not those of the config's class: Llama's default ends answers with token 2, which may be a letter here."""
     folder = save_tiny(tmp_path / "model")
     (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    added = {} if end is None else {"eos_token_id": end}
+    (folder / "config.json").write_text(json.dumps(config | added | {"repetition_penalty": 1.5}))
     ours, plain = load_model(str(folder), device="cpu").model, AutoModelForCausalLM.from_pretrained(folder)
-    assert ours.generation_config.eos_token_id == plain.generation_config.eos_token_id == END
+    assert ours.generation_config.to_dict() == plain.generation_config.to_dict()
+    assert ours.generation_config.eos_token_id == end
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{not json", '{"eos_token_id": [1, 2', '\ufeff{"eos_token_id": 1}'])
