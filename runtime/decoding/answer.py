@@ -137,6 +137,37 @@ def own_endings(model: PreTrainedModel) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
+OF_GREEDY_ANSWERS = (
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_new_tokens",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "stop_strings",
+    "guidance_scale",
+    "num_beams",
+    "watermarking_config",
+    "max_time",
+)
+"""Settings of a `generation_config` by which transformers' `generate` changes or ends also an answer without sampling.
+They are not used here."""
+
+
+def unused_settings(model: PreTrainedModel) -> str:
+    """Return a line that names those of `OF_GREEDY_ANSWERS` that a model's `generation_config` sets; empty for none."""
+    found = {name: getattr(model.generation_config, name, None) for name in OF_GREEDY_ANSWERS}
+    named = [f"{name} {one}" if isinstance(one, int | float) else name for name, one in found.items() if one and one != 1]
+    if not named:
+        return ""
+    return f"the model's generation_config.json sets {', '.join(named)}, which answers over an index do not use"
+
+
 def ending_tokens(index: OpenIndex) -> set[int]:
     """Return the ids of the EOS tokens, which end an answer over an index."""
     return eos_tokens(index.model, index.tokenizer, chat=index.artifact.manifest.prompt.chat is not None)
