@@ -358,6 +358,20 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame 
     return chat.model_copy(update={"between": between, "after": after})
 
 
+def lost_of_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
+    """Describe how the chat template shows an answer before the next question; empty if it shows the whole answer."""
+    turns = zip(("user", "assistant", "user"), (_DOCUMENT, answer, _QUESTION), strict=True)
+    try:
+        shown = render(tokenizer, [{"role": role, "content": content} for role, content in turns])
+    except UsageError:
+        shown = ""
+    if _QUESTION not in shown:
+        return "the model's chat template allows one question, so later ones follow without its words for a turn"
+    if answer.strip() not in shown:
+        return "the model's chat template shows earlier answers in part, as without reasoning; here they stay whole"
+    return ""
+
+
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the added token with which the chat template ends an answer.
 

@@ -161,8 +161,9 @@ They are not used here."""
 
 def unused_settings(model: PreTrainedModel) -> str:
     """Return a line that names those of `OF_GREEDY_ANSWERS` that a model's `generation_config` sets; empty for none."""
-    found = {name: getattr(model.generation_config, name, None) for name in OF_GREEDY_ANSWERS}
-    named = [f"{name} {one}" if isinstance(one, int | float) else name for name, one in found.items() if one and one != 1]
+    values = {name: getattr(model.generation_config, name, None) for name in OF_GREEDY_ANSWERS}
+    changing = {name: value for name, value in values.items() if value and value != 1}
+    named = [f"{name} {value}" if isinstance(value, int | float) else name for name, value in changing.items()]
     if not named:
         return ""
     return f"the model's generation_config.json sets {', '.join(named)}, which answers over an index do not use"

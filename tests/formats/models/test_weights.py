@@ -132,7 +132,7 @@ def test_an_end_of_answers_that_is_no_token_id_is_refused(tmp_path: Path, ends: 
     """No token of an answer would equal it."""
     folder = save_tiny(tmp_path / "model")
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
-    with pytest.raises(SparsekvError, match=r"has the EOS token .* in generation_config\.json, which is not a token id"):
+    with pytest.raises(SparsekvError, match=r"has the EOS token .* in generation_config\.json, which is not a token"):
         load_model(str(folder), device="cpu")
 
 
