@@ -119,7 +119,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
     The clean-up of some tokenizers removes a space when a full stop follows it, which may have been streamed already.
     """
-    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _begins_character(names: Sequence[str]) -> bool:
