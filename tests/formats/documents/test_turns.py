@@ -3,7 +3,7 @@
 import pytest
 from support.tiny_models import CHAT_TEMPLATE, END, VOCABULARY, tiny_tokenizer
 
-from sparsekv.formats.documents.prompt import chat_frame, end_of_turn, lost_of_answer, next_turn
+from sparsekv.formats.documents.prompt import chat_frame, end_of_turn, lost_of_answer, may_reason, next_turn
 from sparsekv.formats.index.schema import ChatFrame
 
 DOCUMENT, QUESTION, ANSWER, NEXT = "The document.", "Why?", "Because.", "And then?"
@@ -70,3 +70,10 @@ def test_a_template_that_shows_earlier_answers_otherwise_is_told(template: str, 
     found = lost_of_answer(tiny_tokenizer(template), answer)
     assert told in found
     assert bool(told) == bool(found)
+
+
+def test_a_template_that_may_leave_reasoning_out_lets_the_model_reason() -> None:
+    without = "{% if not (enable_thinking | default(true)) %}<think>\n\n</think>{% endif %}"
+    assert may_reason(tiny_tokenizer(CHAT_TEMPLATE + without))
+    assert not may_reason(tiny_tokenizer())
+    assert not may_reason(tiny_tokenizer("{{ raise_exception('none') }}"))
