@@ -78,6 +78,7 @@ class Chat:
         sources: maximum number of sources that are printed after each answer.
         left: whether the user has asked to end the chat.
         asked: the last question; empty before the first.
+        told: the last note about how the chat template shows earlier answers; empty before.
     """
 
     talk: Conversation
@@ -90,9 +91,13 @@ class Chat:
     interrupts: Interrupts = field(default_factory=Interrupts)
     left: bool = False
     asked: str = ""
+    told: str = ""
 
     def ask(self, question: str) -> None:
         """Print the answer to the next question while it is generated. Raises the errors of `Conversation.ask`."""
+        if (lost := self.talk.lost_of_answer()) not in ("", self.told):
+            note(lost, quiet=self.quiet)
+            self.told = lost
         stream, answered = AnswerStream(), False
         try:
             with self.interrupts.answering() as stop:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from sparsekv.cli.common.console import note
 from sparsekv.cli.common.loading import load
 from sparsekv.cli.common.ray_cluster import RayCluster, RayWorker, whole_model
 from sparsekv.cli.evaluating.options import (
@@ -21,6 +22,7 @@ from sparsekv.indexing.build import Builder
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import Prefill, choose_prefill
 from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
+from sparsekv.runtime.decoding.answer import unused_settings
 from sparsekv.runtime.decoding.choose_config import question_prefill
 from sparsekv.runtime.evaluation.engine import Comparison, Parts, Progress, evaluate, first_dense, unanswered
 from sparsekv.runtime.evaluation.inputs import work_folder
@@ -124,6 +126,8 @@ class EvalRecipe:
             quiet=options.run.quiet,
             weights=weights_named(options.weights),
         )
+        if told := unused_settings(loaded.model):
+            note(told, quiet=options.run.quiet)
         layers = loaded.model.config.get_text_config().num_hidden_layers
         if options.dense_layers > layers:
             given = f"--dense-layers {options.dense_layers}"

@@ -31,6 +31,7 @@ from sparsekv.cli.serving.metrics import Metrics
 from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, IndexRequest, parsed
 from sparsekv.cli.serving.responses import Answers, Health, IndexClosed, ModelList, Sent, shut_down, while_connected
 from sparsekv.cli.serving.shelf import Served, Shelf
+from sparsekv.formats.documents.prompt import may_reason
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.api import api_words
 from sparsekv.runtime.attention.config import DecodeConfig
@@ -115,6 +116,9 @@ class Api:
         given = [messages.Message(SYSTEM_ROLES.get(one.role, one.role), one.text) for one in asked.messages]
 
         async def encode(index: OpenIndex) -> list[torch.Tensor]:
+            if asked.reasoning_effort is not None and may_reason(index.tokenizer):
+                told = "reasoning_effort none is not supported for this model, which may reason first; leave it out"
+                raise ApiError(400, told, param="reasoning_effort", code="invalid_value")
             return [await self._encoded("messages", partial(messages.conversation_tokens, index, given))]
 
         return await self._answer(request, asked, ChatForm, encode)

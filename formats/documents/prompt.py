@@ -4,6 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -109,17 +110,31 @@ def begins_with_system(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame, syst
     return system.strip() in before and before in (chat.before, plain)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, answered: bool = False) -> str:
+def may_reason(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template lets the model reason before it answers, unless `enable_thinking` is false."""
+    question = [{"role": "user", "content": _QUESTION}]
+    try:
+        return render(tokenizer, question) != render(tokenizer, question, enable_thinking=False)
+    except UsageError:
+        return False
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, answered: bool = False, **variables: Any
+) -> str:
     """Render messages with a model's chat template.
 
     Args:
         answered: the last message is an answer. Otherwise the text ends where the model's answer would begin.
+        variables: further variables of the template.
 
     Raises:
         UsageError: the template fails.
     """
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not answered))
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not answered, **variables)
+        )
     except Exception as error:  # a template is a program and may raise anything
         raise UsageError(f"the model's chat template fails: {first_line(error)}; build with --raw") from None
 
@@ -356,6 +371,20 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame 
     if not answered or not asked:
         return None
     return chat.model_copy(update={"between": between, "after": after})
+
+
+def lost_of_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
+    """Describe how the chat template shows an answer before the next question; empty if it shows the whole answer."""
+    turns = zip(("user", "assistant", "user"), (_DOCUMENT, answer, _QUESTION), strict=True)
+    try:
+        shown = render(tokenizer, [{"role": role, "content": content} for role, content in turns])
+    except UsageError:
+        shown = ""
+    if _QUESTION not in shown:
+        return "the model's chat template allows one question, so later ones follow without its words for a turn"
+    if answer.strip() not in shown:
+        return "the model's chat template shows earlier answers in part, as without reasoning; here they stay whole"
+    return ""
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -215,16 +215,25 @@ def _check_shards(folder: Path, name: str) -> None:
 
 
 def _check_generation_config(folder: Path, name: str) -> None:
-    """Raise SparsekvError for a damaged generation_config.json, which transformers would ignore."""
+    """Raise SparsekvError for a damaged generation_config.json, which transformers would ignore, and for EOS tokens in
+    it that are not token ids, which no token of an answer would equal."""
     file = folder / "generation_config.json"
     try:
-        if file.exists():
-            json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not isinstance(settings, dict):
+            raise ValueError("it is not an object")
     except (OSError, ValueError, RecursionError) as error:
         raise SparsekvError(
             f"model '{name}' has a {file.name} that cannot be read ({reason_of(error)}), and the file's EOS tokens end "
             "answers; get the file again, or delete it"
         ) from None
+    ends = settings.get("eos_token_id")
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if wrong := [one for one in listed if type(one) is not int]:
+        raise SparsekvError(
+            f"model '{name}' has the EOS token {json.dumps(wrong[0])} in {file.name}, which is not a token id, so that "
+            "no answer would end with it; write its number there, or get the file again"
+        )
 
 
 def _why_not(error: Exception, name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -256,9 +265,10 @@ def _loaded(
     if weights is None:
         return _from_folder(folder, how)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    answers = None
-    with suppress(OSError):  # without the file transformers derives the settings from the model's config
+    try:
         answers = GenerationConfig.from_pretrained(folder)
+    except OSError:  # without the file transformers reads config.json, without the defaults of the config's class
+        answers = GenerationConfig.from_pretrained(folder, "config.json", _from_model_config=True)
     loaded = _Loaded.of(*kind.from_pretrained(None, state_dict=weights, generation_config=answers, **how))
     loaded.model.config.name_or_path = str(folder)
     return loaded

@@ -115,7 +115,10 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    # The clean-up of spaces, as in "is n't", would change text that is already streamed.
+    """Decode tokens without special tokens, and with all spaces.
+
+    The clean-up of some tokenizers removes a space when a full stop follows it, which may have been streamed already.
+    """
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -132,6 +135,38 @@ def own_endings(model: PreTrainedModel) -> set[int]:
     """Return the ids of the EOS tokens of a model's `generation_config`."""
     ends = model.generation_config.eos_token_id
     return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+OF_GREEDY_ANSWERS = (
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_new_tokens",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "stop_strings",
+    "guidance_scale",
+    "num_beams",
+    "watermarking_config",
+    "max_time",
+)
+"""Settings of a `generation_config` by which transformers' `generate` changes or ends also an answer without sampling.
+They are not used here."""
+
+
+def unused_settings(model: PreTrainedModel) -> str:
+    """Return a line that names those of `OF_GREEDY_ANSWERS` that a model's `generation_config` sets; empty for none."""
+    values = {name: getattr(model.generation_config, name, None) for name in OF_GREEDY_ANSWERS}
+    changing = {name: value for name, value in values.items() if value and value != 1}
+    named = [f"{name} {value}" if isinstance(value, int | float) else name for name, value in changing.items()]
+    if not named:
+        return ""
+    return f"the model's generation_config.json sets {', '.join(named)}, which answers over an index do not use"
 
 
 def ending_tokens(index: OpenIndex) -> set[int]:

@@ -19,6 +19,7 @@ from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.kernels.linear.quantised_linear import quantise_linears
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.answer import unused_settings
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.kept import KeptIndex, kept_index, kept_indices
@@ -52,7 +53,7 @@ def load_and_open(
         model: a local folder or a hub id. The name is remembered: indices that name this model may load it later.
         dtype: `auto` is the index's dtype.
         weights: the precision that the index must have been built with; `auto` is any.
-        progress: called with one line at the start of each step that takes a while.
+        progress: called with one line at the start of each step that takes a while, and with `unused_settings`.
         loaded_in: called with the seconds that loading the model took, before the index is opened.
         hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the next cache.
         ranks: the processes that share the model; each opens its own heads.
@@ -96,6 +97,8 @@ def load_and_open(
     loaded = with_weights(loaded, manifest.model.weights, progress)
     if model is not None and (ranks is None or ranks.first):
         remember(loaded.name)
+    if (ranks is None or ranks.first) and (told := unused_settings(loaded.model)):
+        progress(told)
     loaded_in(time.perf_counter() - started)
     if ranks is not None:
         from sparsekv.runtime.decoding.distributed import open_share  # the module imports torch.distributed

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 from sparsekv.formats.documents.continuation import border_behind
-from sparsekv.formats.documents.prompt import next_turn
+from sparsekv.formats.documents.prompt import lost_of_answer, next_turn
 from sparsekv.formats.errors import UsageError, check_type
 from sparsekv.formats.index.schema import Border, ChatFrame, Prompt
 from sparsekv.kernels.common.given_rows import with_cache
@@ -19,6 +19,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import (
     Answer,
     answer_room,
+    answer_text,
     ending_tokens,
     finish_reason,
     framed_ids,
@@ -250,6 +251,12 @@ class Conversation:
                 raise
             self._add(Turn(ids, answer.ids))
             return answer
+
+    def lost_of_answer(self) -> str:
+        """Return `lost_of_answer` of the last answer; empty if there is no answer, or without a chat frame."""
+        if not self.turns or self.raw or self.place.chat is None:
+            return ""
+        return lost_of_answer(self.index.tokenizer, answer_text(self.index, self.turns[-1].answer))
 
     def forget(self) -> None:
         """Drop all turns; the document stays. An interruption leaves the conversation as it was before."""

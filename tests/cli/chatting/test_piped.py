@@ -1,6 +1,7 @@
 """`sparsekv chat` where nobody sits at standard input: every line is a question, and answers alone go to stdout."""
 
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -126,3 +127,15 @@ def test_sources_go_to_stderr(place: Path) -> None:
     assert done.returncode == 0
     assert [line.partition(":")[0] for line in done.stderr.splitlines()[::2]] == ["source"] * 4
     assert done.stdout == sparsekv(*ASK, "-q", cwd=place, stdin="Why?\nWhy?\n").stdout
+
+
+def test_a_template_for_one_question_is_told_once(place: Path) -> None:
+    shutil.copytree(place / "model", place / "single")
+    template = place / "single" / "chat_template.jinja"
+    template.write_text("{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}" + template.read_text())
+    build = run_here("build-index", "doc.txt", "--model", "single", "-o", "one.skv", "--method", "h2o", "-q")
+    assert build.code == 0, build.stderr
+    ask = ("chat", "--index", "one.skv", "--model", "single", "--method", "dense", "--max-new-tokens", "2")
+    lines = sparsekv(*ask, cwd=place, stdin="Why?\nWho?\nWhen?\n").stderr.splitlines()
+    told = [line for line in lines if "template" in line]
+    assert told == ["the model's chat template allows one question, so later ones follow without its words for a turn"]

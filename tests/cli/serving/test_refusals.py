@@ -1,5 +1,6 @@
 """Requests that are refused: each in the API's form, with the field and what to do, and the server goes on."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from support.command import run_here
 from support.serving import Server, serving, user
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -182,6 +184,18 @@ def test_a_key_is_asked_for(guarded: Server) -> None:
         assert [one.id for one in guarded.openai(key).models.list()] == ["doc"]
     with pytest.raises(openai.AuthenticationError):
         guarded.openai("wrong").models.list()
+
+
+def test_reasoning_is_not_left_out_of_a_model_that_may_reason(indices: Path, tmp_path: Path) -> None:
+    shutil.copytree(indices / "model", tmp_path / "model")
+    with (tmp_path / "model" / "chat_template.jinja").open("a") as template:
+        template.write("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
+    (tmp_path / "doc.txt").write_text("Line 1 says that 1 times 1 is 1.\n" * 20)
+    built = ("--model", tmp_path / "model", "--method", "squeezed", "-o", tmp_path / "doc.skv", "-q")
+    assert run_here("build-index", tmp_path / "doc.txt", *built).code == 0
+    with serving(tmp_path, "doc.skv", "--model", "model") as one, one.http() as http:
+        assert refusal(http.post(CHAT, json=VALID | {"reasoning_effort": "none"}), 400)["param"] == "reasoning_effort"
+        assert http.post(CHAT, json=VALID).status_code == 200
 
 
 def test_a_named_origin_may_ask(guarded: Server) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from support.tiny_models import CHAT_TEMPLATE, END, VOCABULARY, tiny_tokenizer
 
-from sparsekv.formats.documents.prompt import chat_frame, end_of_turn, next_turn
+from sparsekv.formats.documents.prompt import chat_frame, end_of_turn, lost_of_answer, may_reason, next_turn
 from sparsekv.formats.index.schema import ChatFrame
 
 DOCUMENT, QUESTION, ANSWER, NEXT = "The document.", "Why?", "Because.", "And then?"
@@ -51,3 +51,29 @@ def test_the_end_of_a_turn_is_the_token_behind_an_answer(behind: str, end: int |
 
 def test_without_a_template_no_turn_ends() -> None:
     assert end_of_turn(tiny_tokenizer(None)) is None
+
+
+THINKING = CHAT_TEMPLATE.replace("message['content'] }}<", "message['content'].split('</think>')[-1] }}<")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "told"),
+    [
+        (CHAT_TEMPLATE, "<think>\nHm.\n</think>\n\nBecause. \n", ""),
+        (THINKING, "Because.", ""),
+        (THINKING, "<think>\nHm.\n</think>\n\nBecause.", "in part, as without reasoning; here they stay whole"),
+        ("{% if messages[1:] %}{{ raise_exception('') }}{% endif %}" + CHAT_TEMPLATE, "a", "allows one question"),
+        ("{{ messages[0]['content'] }}", "Because.", "allows one question"),
+    ],
+)
+def test_a_template_that_shows_earlier_answers_otherwise_is_told(template: str, answer: str, told: str) -> None:
+    found = lost_of_answer(tiny_tokenizer(template), answer)
+    assert told in found
+    assert bool(told) == bool(found)
+
+
+def test_a_template_that_may_leave_reasoning_out_lets_the_model_reason() -> None:
+    without = "{% if not (enable_thinking | default(true)) %}<think>\n\n</think>{% endif %}"
+    assert may_reason(tiny_tokenizer(CHAT_TEMPLATE + without))
+    assert not may_reason(tiny_tokenizer())
+    assert not may_reason(tiny_tokenizer("{{ raise_exception('none') }}"))

@@ -1,8 +1,10 @@
 """Weights that are read to a GPU, or mapped for a CPU, make the model that transformers makes of the same folder."""
 
+import json
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,20 +104,43 @@ def test_a_model_for_pictures_too_is_left_to_transformers(tmp_path: Path) -> Non
     assert all(torch.equal(*both) for both in zip(ours.parameters(), plain.parameters(), strict=True))
 
 
-def test_without_settings_of_answers_they_are_those_of_the_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [END, [END, 3], None])
+def test_without_settings_of_answers_they_are_those_of_the_config(tmp_path: Path, end: Any) -> None:
+    """Not those of the config's class: Llama's default ends answers with token 2, which may be a letter here."""
     folder = save_tiny(tmp_path / "model")
     (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    added = {} if end is None else {"eos_token_id": end}
+    (folder / "config.json").write_text(json.dumps(config | added | {"repetition_penalty": 1.5}))
     ours, plain = load_model(str(folder), device="cpu").model, AutoModelForCausalLM.from_pretrained(folder)
-    assert ours.generation_config.eos_token_id == plain.generation_config.eos_token_id == END
+    assert ours.generation_config.to_dict() == plain.generation_config.to_dict()
+    assert ours.generation_config.eos_token_id == end
 
 
-@pytest.mark.parametrize("text", ["", "{not json", '{"eos_token_id": [1, 2', '\ufeff{"eos_token_id": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "null", "{not json", '{"eos_token_id": [1, 2', '\ufeff{"eos_token_id": 1}'])
 def test_damaged_settings_of_answers_are_refused(tmp_path: Path, text: str) -> None:
     """They name the tokens that end an answer, and transformers would ignore them."""
     folder = save_tiny(tmp_path / "model")
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(SparsekvError, match=r"generation_config\.json that cannot be read .*get the file again"):
         load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("ends", ['"258"', "258.0", "true", "[[258]]", "[258, null]", '[258, "257"]'])
+def test_an_end_of_answers_that_is_no_token_id_is_refused(tmp_path: Path, ends: str) -> None:
+    """No token of an answer would equal it."""
+    folder = save_tiny(tmp_path / "model")
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    with pytest.raises(SparsekvError, match=r"has the EOS token .* in generation_config\.json, which is not a token"):
+        load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("ends", ["null", "-1", "[258]", "[258, 257]"])
+def test_ends_of_answers_may_be_none_or_several(tmp_path: Path, ends: str) -> None:
+    folder = save_tiny(tmp_path / "model")
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    assert load_model(str(folder), device="cpu").model.generation_config.eos_token_id == json.loads(ends)
 
 
 def test_without_a_gpu_none_are_read_to_it(tmp_path: Path) -> None:
