@@ -123,8 +123,8 @@ class AttentionOptions:
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
-            "0.1. For codes: 0.05 of up to 4,800 tokens, 240 tokens of up to 16,000, 0.015 of more.",
+            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found; "
+            "else for codes 0.05 of up to 4,800 tokens, 240 tokens of up to 16,000, 0.015 of more, and for others 0.1.",
             show_default=False,
             rich_help_panel=ATTENDED,
         ),

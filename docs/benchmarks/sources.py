@@ -1,9 +1,8 @@
 """Count how often the sources of an answer contain the fact that the answer states.
 
 Usage: sources.py MODEL TEXT [CONTEXTS [LENGTH]]. Contexts are those of `eval --task niah-facts --seed 0`, with ten
-questions each. Questions are answered with dense attention, and with codes at their default budget of 5% of the
-document. Only rightly answered questions are counted. A source contains the fact if its text contains the number that
-answers the question.
+questions each. Questions are answered with dense attention, and with codes at their default budget. Only rightly
+answered questions are counted. A source contains the fact if its text contains the number that answers the question.
 """
 
 import sys

@@ -262,7 +262,7 @@ class Codes(Method):
 
     @classmethod
     def default_budget(cls, middle: int) -> Budget:
-        """Return 5% of a short middle, `ENOUGH` tokens of a longer one, and 1.5% of a long one."""
+        """Return 5% of up to 4,800 tokens, `ENOUGH` tokens of up to 16,000, and 1.5% of a longer middle."""
         short, long = Budget(0.05), Budget(0.015)
         if long.tokens(middle) >= ENOUGH:
             return long
