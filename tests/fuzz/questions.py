@@ -83,7 +83,7 @@ class Checks:
         `in_8_bits` is the largest relative error of rows in 8 bits.
         """
         case, tokens = self.case, len(self.index.input_ids)
-        stored = stored_rows(self.world.folder / "index.skv", case.layers)
+        stored = stored_rows(self.index.artifact.folder, case.layers)
         if case.prefill != "dense":
             return plain_over(self.world, stored, self.index.input_ids, fed)
         logits, rows = plain(self.world, torch.cat([self.index.input_ids, fed]))
