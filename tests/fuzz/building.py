@@ -13,6 +13,7 @@ from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.convert import convert_index
 from sparsekv.indexing.indexers.interface import indexer_of, indexers
 from sparsekv.indexing.plan import BuildPlan, stored_checkpoints
 from sparsekv.indexing.prefill.interface import prefills
@@ -140,6 +141,33 @@ def more_methods(world: World, index: OpenIndex) -> None:
     plan = world.plan()
     same_as_fresh(world, folder, with_changes(plan, methods=plan.config.methods | {name: made}), methods=True)
     world.open("index.skv")
+
+
+@deed("convert", 4, asks=False)
+def convert(world: World, index: OpenIndex) -> None:
+    """The int8 copy of an index, to which text may have been appended, is that of a build in int8; so it is after an
+    edit of its text."""
+    random, exact, folder = Random(world.case.more), world.folder / "exact.skv", world.folder / "int8.skv"
+    plan, text, grows = world.plan(kv_dtype=None), world.document, random.random() < 0.3
+    build_index(plan, exact)
+    if grows:
+        grown = _growing(world, exact, random)
+        build_index(grown, exact)
+        plan = with_changes(grown, growth=None, base=None)
+    convert_index(Artifact(exact), "int8", folder, world.model.device, lambda stage, done, of: None)
+    plan = with_changes(plan, kv_dtype="int8")
+    same_as_fresh(world, folder, plan, methods=True)
+    if not grows and world.device == "cpu":
+        ours, theirs = files_of(folder), files_of(world.folder / "fresh.skv")
+        others = [name for name in ours for kind, one in ours[name].items() if not torch.equal(one, theirs[name][kind])]
+        expect(not others, "converted", f"{others} are not those of a build")
+    if not grows and random.random() < 0.5:
+        place = random.randint(len(text) // 2, len(text) - 1)
+        plan = with_changes(plan, prompt=world.prompt(text[:place] + world.some_text(9, place) + text[place:]))
+        build_index(plan, folder)
+        shutil.rmtree(world.folder / "fresh.skv")
+        same_as_fresh(world, folder, plan, methods=True)
+    world.open("int8.skv")
 
 
 class _Stopped(Exception):

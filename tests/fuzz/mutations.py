@@ -189,6 +189,11 @@ FAULTS = (
         "served",
     ),
     Fault(
+        "sampled queries of other heads are converted",
+        Patch("indexing/convert.py", 'sample["queries"], positions,', 'sample["queries"].flip(0), positions,'),
+        "convert",
+    ),
+    Fault(
         "the beginning of a stop string is shown",
         Patch("runtime/serving/job.py", "else len(self._held) - self._may_begin()", "else len(self._held)"),
         "served",
