@@ -194,6 +194,11 @@ FAULTS = (
         "convert",
     ),
     Fault(
+        "a second question begins as the first",
+        Patch("runtime/serving/messages.py", "return Place(chat, border)", "return Place(place.chat, border)"),
+        "messages",
+    ),
+    Fault(
         "the beginning of a stop string is shown",
         Patch("runtime/serving/job.py", "else len(self._held) - self._may_begin()", "else len(self._held)"),
         "served",

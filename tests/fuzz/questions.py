@@ -50,7 +50,7 @@ class Checks:
         asked = question_ids(self.index, question, raw=self.case.raw)
         whole = self.world.whole_ids(question)
         ours = torch.cat([self.index.input_ids, asked])
-        expect(ours.tolist() == whole.tolist(), "ids", _apart(self.world, ours.tolist(), whole.tolist()))
+        expect(ours.tolist() == whole.tolist(), "ids", apart(self.world, ours.tolist(), whole.tolist()))
         dense = self.world.dense(self.index)
         answer = dense.ask(asked, self.sampling).ids
         fed = fed_with(asked, answer)
@@ -174,7 +174,8 @@ def rounding_decides(index: OpenIndex, asker: Session, fed: torch.Tensor, questi
     return False
 
 
-def _apart(world: World, ours: list[int], whole: list[int]) -> str:
+def apart(world: World, ours: list[int], whole: list[int]) -> str:
+    """Where token ids are apart from those of the template, as text."""
     place = next(
         (n for n, pair in enumerate(zip(ours, whole, strict=False)) if pair[0] != pair[1]), min(len(ours), len(whole))
     )
