@@ -199,6 +199,11 @@ FAULTS = (
         "messages",
     ),
     Fault(
+        "a tuned default is of another budget",
+        Patch("runtime/decoding/choose_config.py", "Budget(defaults.budget),", "Budget(defaults.budget / 2),"),
+        "tuned",
+    ),
+    Fault(
         "the beginning of a stop string is shown",
         Patch("runtime/serving/job.py", "else len(self._held) - self._may_begin()", "else len(self._held)"),
         "served",
