@@ -101,19 +101,19 @@ def _talk_of(world: World, texts: Sequence[str]) -> str:
     """The template's text of a talk about the document: answers stand where the model begins them."""
     if world.case.raw:
         return f"{world.document}{''.join(texts)}"
-    given = [f"{world.document}{BETWEEN}{texts[0]}", *texts[1:]]
-    given = [f"{MARK}{number}{MARK}" if number % 2 else text for number, text in enumerate(given)]
-    roles = [{"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(given)]
+    whole = [f"{world.document}{BETWEEN}{texts[0]}", *texts[1:]]
+    marked = [f"{MARK}{number}{MARK}" if number % 2 else text for number, text in enumerate(whole)]
+    roles = [{"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(marked)]
 
     def rendered(messages: int) -> str:
-        options = {"tokenize": False, "add_generation_prompt": True}
-        return str(world.tokenizer.apply_chat_template(roles[:messages], **options))
+        given = roles[:messages]
+        return str(world.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
 
-    found, done, whole = "", 0, rendered(len(roles))
+    found, done, template = "", 0, rendered(len(roles))
     for number in range(1, len(roles), 2):
-        found += whole[done : len(rendered(number))] + texts[number]
-        done = whole.index(given[number]) + len(given[number])
-    return found + whole[done:]
+        found += template[done : len(rendered(number))] + texts[number]
+        done = template.index(marked[number]) + len(marked[number])
+    return found + template[done:]
 
 
 @deed("saved", 6, asks=False)
