@@ -143,25 +143,31 @@ def more_methods(world: World, index: OpenIndex) -> None:
     world.open("index.skv")
 
 
-@deed("convert", 2, asks=False)
+@deed("convert", 4, asks=False)
 def convert(world: World, index: OpenIndex) -> None:
-    """An index that is converted to int8 has the files of a build that stores int8, byte for byte.
-
-    It is not opened: its probe is that of exact rows, from which int8 moves random models beyond the tolerance.
-    """
-    if world.case.kv_dtype is not None or world.device != "cpu":  # on a GPU sums have no fixed order
-        return
-    made, fresh = world.folder / "converted.skv", world.folder / "fresh.skv"
-    convert_index(Artifact(world.folder / "index.skv", thorough=True), "int8", made, index.device, lambda *step: None)
-    build_index(with_changes(world.plan(), kv_dtype="int8"), fresh)
-    ours, theirs = (_sums(folder) for folder in (made, fresh))
-    apart = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    expect(not apart, "convert", f"{apart} are not those of a build")
-
-
-def _sums(folder: Path) -> dict[str, tuple[str, str]]:
-    """Recipe and checksum of each file of an index."""
-    return {name: (record.recipe, record.sha256) for name, record in Artifact(folder).manifest.files.items()}
+    """The int8 copy of an index, to which text may have been appended, is that of a build in int8; so it is after an
+    edit of its text."""
+    random, exact, folder = Random(world.case.more), world.folder / "exact.skv", world.folder / "int8.skv"
+    plan, text, grows = world.plan(kv_dtype=None), world.document, random.random() < 0.3
+    build_index(plan, exact)
+    if grows:
+        grown = _growing(world, exact, random)
+        build_index(grown, exact)
+        plan = with_changes(grown, growth=None, base=None)
+    convert_index(Artifact(exact), "int8", folder, world.model.device, lambda stage, done, of: None)
+    plan = with_changes(plan, kv_dtype="int8")
+    same_as_fresh(world, folder, plan, methods=True)
+    if not grows and world.device == "cpu":
+        ours, theirs = files_of(folder), files_of(world.folder / "fresh.skv")
+        others = [name for name in ours for kind, one in ours[name].items() if not torch.equal(one, theirs[name][kind])]
+        expect(not others, "converted", f"{others} are not those of a build")
+    if not grows and random.random() < 0.5:
+        place = random.randint(len(text) // 2, len(text) - 1)
+        plan = with_changes(plan, prompt=world.prompt(text[:place] + world.some_text(9, place) + text[place:]))
+        build_index(plan, folder)
+        shutil.rmtree(world.folder / "fresh.skv")
+        same_as_fresh(world, folder, plan, methods=True)
+    world.open("int8.skv")
 
 
 class _Stopped(Exception):

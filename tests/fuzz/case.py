@@ -11,6 +11,7 @@ from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.index.schema import Weights
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import methods, unread
 
 from .options import Options, draw_options
@@ -26,7 +27,8 @@ class Case:
     Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without one,
     `padded` for white space around document and questions, `encoding` of its file, and letters beyond ASCII for it.
     Index: `indexers` with their options.
-    Answers: `method` with its options at `budget`, `questions` by their lengths in characters: of 1, if raw, in tokens.
+    Answers: `method` with its options at `budget`, or at the method's own budget if it is empty; `questions` by their
+    lengths in characters: of 1, if raw, in tokens.
     `threads` are torch's. `deed` is what follows the checks of all cases, by its name; `more` a number for it.
     """
 
@@ -85,6 +87,10 @@ class Case:
         """Tokens of the document that an index covers."""
         return self.tokens - self.sinks - self.tail
 
+    def budget_in(self, middle: int) -> Budget:
+        """The budget of answers over a document of `middle` tokens between sinks and tail."""
+        return Budget.parse(self.budget) if self.budget else methods()[self.method].default_budget(middle)
+
     @property
     def options_read(self) -> Options:
         """The method's options without those that the others, or a dense prefill of questions, leave without effect."""
@@ -105,6 +111,8 @@ LIKELY = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3",
 ROPES = ("linear", "yarn", "qwen-yarn", "llama3", "dynamic", "longrope", "longrope")
 LOUD = 0.25
 """Share of cases whose models have large biases of queries and keys."""
+LONG = 0.05
+"""Share of cases whose documents may have thousands of tokens."""
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig")
 
 
@@ -167,6 +175,7 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
     case = replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
     others = Random(f"dense layers {seed}")
     case = replace(case, dense_layers=others.choice([1, case.layers]) if others.random() < 0.1 else 0)
+    case = _drawn_longer(Random(f"length {seed}"), case)
     case = replace(case, rounded=random.choice(["int8", "int4"]) if random.random() < 0.2 else None)
     if random.random() >= LOUD:
         return case
@@ -277,6 +286,21 @@ def _draw_answers(random: Random, case: Case, palette: Palette) -> Case:
         questions=_draw_questions(random, case),
         answer=random.choice([1, 2, 3, 3, 3, 4, 6, 12]),
     )
+
+
+def _drawn_longer(random: Random, case: Case) -> Case:
+    """The case, sometimes without a budget, and rarely with a document long enough for several clusters of codes, and
+    for each kind of default budget."""
+    if random.random() < 0.1:
+        case = replace(case, budget="")
+    if random.random() >= LONG or case.prefill != "dense" or case.rope != "default":
+        return case
+    tokens = random.randint(900, 3000)
+    if case.group <= 2 and random.random() < 0.5:  # a plain pass of many heads needs gigabytes
+        tokens = random.randint(4600, 5400)
+    layers, kv_heads = min(case.layers, 2), min(case.kv_heads, 2 if case.group <= 2 else 1)
+    chunk_size = max(case.chunk_size, 256)
+    return replace(case, layers=layers, kv_heads=kv_heads, tokens=tokens, positions=tokens + 400, chunk_size=chunk_size)
 
 
 def _draw_questions(random: Random, case: Case) -> tuple[int, ...]:

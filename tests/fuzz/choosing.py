@@ -345,7 +345,7 @@ CHOOSERS: dict[type[Selector], Callable[[Selector, Layer], Ways]] = {
 
 def budget_of(case: Case, middle: int) -> int:
     """The case's budget in tokens; another one where it leaves little to choose."""
-    tokens = Budget.parse(case.budget).tokens(middle)
+    tokens = case.budget_in(middle).tokens(middle)
     return tokens if tokens <= middle // 2 else Random(case.more).randint(1, max(1, middle // 3))
 
 
@@ -395,7 +395,8 @@ def expect_as_flat(world: World, form: MethodSpec, selector: Selector, rows: Lay
     """A hierarchical lookup that scores all finest clusters, for a large budget, chooses what a flat one does."""
     if not isinstance(form.method, ClusterMethod) or form.method.lookup != "hierarchical":
         return
-    flat_form, budget = replace(form, method=replace(form.method, lookup="flat")), Budget.parse(world.case.budget)
+    flat_form = replace(form, method=replace(form.method, lookup="flat"))
+    budget = world.case.budget_in(layer.keys.shape[1])
     flat = prepare_layer(rows, flat_form, world.model.device).selector
     for joint in (False, True):
         queries = Queries(layer.query, lambda: layer.positions, lambda: layer.beside, joint=joint)

@@ -89,7 +89,8 @@ def asking_options(world: World, budget: str) -> list[str]:
     prefill = [] if case.question_prefill is None else ["--prefill", case.question_prefill]
     of_prefill = [] if case.prefill_budget is None else ["--prefill-budget", case.prefill_budget]
     return [
-        *("--method", case.method, "--budget", budget, *as_arguments(case.options_read), *prefill, *of_prefill),
+        *("--method", case.method, *as_arguments(case.options_read), *prefill, *of_prefill),
+        *(("--budget", budget) if budget else ()),
         *("--placement", case.placement, "--max-new-tokens", str(case.answer), "--model", "model", "-q"),
         *("--residual",) * case.residual,
         *("--ahead",) * case.ahead,
@@ -334,7 +335,7 @@ def api(world: World, index: OpenIndex) -> None:
             world.question(0),
             Sampling(case.answer),
             method=case.method,
-            budget=None if method.ignores_budget else case.budget,
+            budget=None if method.ignores_budget else case.budget or None,
             residual=case.residual and not method.replaces(),
             **setting,
             **dict(case.options_read),

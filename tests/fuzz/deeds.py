@@ -33,4 +33,17 @@ def deed(name: str, weight: float, *, asks: bool = True) -> Callable[[Run], Run]
     return add
 
 
-from . import asking, building, choosing, commands, drawing, files, gauging, printed, reporting, serving, talking  # noqa: E402, F401
+from . import (  # noqa: E402
+    asking,  # noqa: F401
+    building,  # noqa: F401
+    choosing,  # noqa: F401
+    commands,  # noqa: F401
+    drawing,  # noqa: F401
+    files,  # noqa: F401
+    gauging,  # noqa: F401
+    printed,  # noqa: F401
+    reporting,  # noqa: F401
+    resuming,  # noqa: F401
+    serving,  # noqa: F401
+    talking,  # noqa: F401
+)

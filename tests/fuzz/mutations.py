@@ -36,10 +36,11 @@ class Patch:
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault by name, and the patch that makes it."""
+    """A kind of fault by name, and the patch that makes it. `deed` is given to all cases, if only this one finds it."""
 
     name: str
     patch: Patch
+    deed: str = ""
 
 
 HOOK, BATCH, TALK = "kernels/common/hook.py", "runtime/cache/packed_cache.py", "runtime/decoding/session.py"
@@ -168,6 +169,45 @@ FAULTS = (
             "rows_of_union=self.steps.rows_of_union",
         ),
     ),
+    Fault(
+        "a file's schedule is read beside a budget that is typed",
+        Patch("cli/configuring/sources.py", "if any(on_command_line(ctx, one.name) for one in held):", "if False:"),
+        "project file",
+    ),
+    Fault(
+        "answers of other settings are taken over",
+        Patch("cli/answering/output.py", "if not _same(before, value):", "if False:"),
+        "resume otherwise",
+    ),
+    Fault(
+        "requests over another index are answered over the first",
+        Patch(
+            "runtime/serving/scheduler.py",
+            "if lane.index is index and lane.config == config:",
+            "if lane.config == config:",
+        ),
+        "served",
+    ),
+    Fault(
+        "sampled queries of other heads are converted",
+        Patch("indexing/convert.py", 'sample["queries"], positions,', 'sample["queries"].flip(0), positions,'),
+        "convert",
+    ),
+    Fault(
+        "a second question begins as the first",
+        Patch("runtime/serving/messages.py", "return Place(chat, border)", "return Place(place.chat, border)"),
+        "messages",
+    ),
+    Fault(
+        "a tuned default is of another budget",
+        Patch("runtime/decoding/choose_config.py", "Budget(defaults.budget),", "Budget(defaults.budget / 2),"),
+        "tuned",
+    ),
+    Fault(
+        "the beginning of a stop string is shown",
+        Patch("runtime/serving/job.py", "else len(self._held) - self._may_begin()", "else len(self._held)"),
+        "served",
+    ),
 )
 
 
@@ -189,12 +229,13 @@ def copied(folder: Path) -> Path:
     return tree
 
 
-def fuzzed(folder: Path, first: int, cases: int, workers: int) -> list[dict[str, object]]:
+def fuzzed(folder: Path, first: int, cases: int, workers: int, deed: str) -> list[dict[str, object]]:
     """The failures of a run over the copy that ends with the first of them, in order of seeds."""
     log = folder / "log.jsonl"
     log.unlink(missing_ok=True)
     command = [sys.executable, str(folder / "tree/tests/fuzz/run.py"), "--no-shrink", "--log", str(log)]
     command += ["--first-seed", str(first), "--cases", str(cases), "--workers", str(workers), "--until-failures", "1"]
+    command += ["--deed", deed]
     environment = os.environ | {"PYTHONPATH": str(folder / "path")}
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
     lines = log.read_text().splitlines() if log.exists() else []
@@ -207,11 +248,11 @@ def found_by(folder: Path, fault: Fault, given: argparse.Namespace) -> tuple[int
     whole = path.read_text()
     while first < end:
         path.write_text(whole.replace(fault.patch.old, fault.patch.new))
-        failures = fuzzed(folder, first, end - first, given.workers)
+        failures = fuzzed(folder, first, end - first, given.workers, fault.deed)
         path.write_text(whole)
         for failure in failures:
             seed = int(str(failure["seed"]))
-            if not fuzzed(folder, seed, 1, 1):
+            if not fuzzed(folder, seed, 1, 1, fault.deed):
                 return seed - given.first_seed + 1, failure
             print(f"    seed {seed} fails without a fault, too", flush=True)
         first = int(str(failures[-1]["seed"])) + 1 if failures else end

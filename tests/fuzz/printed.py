@@ -4,24 +4,31 @@ its selector, all else from files alone."""
 import json
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
+from support.command import run_here
 
 from sparsekv.formats.documents.continuation import encode_question
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import chosen_positions, truths
 from sparsekv.runtime.reporting.report import forms
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
+from sparsekv.runtime.selection.registry import methods
 
 from .case import draw_budget
 from .commands import is_read_back, placed, ran, reading_options
@@ -168,6 +175,47 @@ def tune_command(world: World, index: OpenIndex) -> None:
         meets = sign * (row["calibration"] - target) >= -1e-9
         close = sign * (row["held_out"] - target) >= -told["tolerance"] - 1e-9
         expect(row["holds"] == (meets and close and row["kv_fraction"] < 1), "tune", f"holds {about}: {row}")
+
+
+@deed("tuned", 2, asks=False)
+def tuned(world: World, index: OpenIndex) -> None:
+    """`generate` and `chat` without a method answer by the setting that `tune --json` tells, until `tune --reset`."""
+    if not is_read_back(world):
+        return
+    case, random = world.case, Random(world.case.more)
+    names, question = [*dict(case.indexers), *(() if case.method == "oracle" else (case.method,))], world.question(0)
+    tuning = ["tune", "--index", "index.skv", "--target-recall", random.choice(["0.2", "0.5", "0.8"]), "--json", "-q"]
+    tuning += [part for name in dict.fromkeys(names) for part in ("--method", name)]
+    asking = ["--index", "index.skv", "--model", "model", "--max-new-tokens", str(case.answer), "-q"]
+    asking += ["--device", world.device, *("--raw",) * case.raw]
+    with placed(world):
+        told = ran(world, *tuning, "--device", world.device)
+        setting = json.loads(told.stdout)["default"] if told.stdout.strip() else None
+        by_default = ran(world, "generate", *asking, "--json", "--", question)
+        if by_default.code or setting is None:
+            return
+        Path("questions.txt").write_text(f"{question}\n")
+        with Path("questions.txt").open() as lines, mock.patch.object(sys, "stdin", lines):
+            spoken = ran(world, "chat", *asking)
+        run_here("tune", "--index", "index.skv", "--reset", "-q")
+        after = json.loads(ran(world, "generate", *asking, "--json", "--", question).stdout)
+    parameters = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in setting["parameters"].items()
+    }
+    form = MethodSpec(
+        setting["method"], setting["variant"], methods()[setting["method"]](**parameters), setting["residual"]
+    )
+    layers = {int(layer): Budget(share) for layer, share in (setting["layer_budgets"] or {}).items()}
+    config = DecodeConfig(form, Budget(setting["budget"]), layers, question=Dense())
+    asked, found = question_ids(index, question, raw=case.raw), json.loads(by_default.stdout)
+    expected = Session.open(index, config).ask(asked, Sampling(case.answer))
+    expect(found["text"] == expected.text, "tuned answer", f"{found}, not {expected} by {setting}")
+    _agree(found["kv_fraction"], expected.kv_fraction, "tuned answer", f"kv_fraction by {setting}")
+    expect(spoken.stdout == f"{expected.text}\n", "tuned answer", f"{spoken.stdout!r} in a chat, not {expected.text!r}")
+    first = next(iter(dict(case.indexers)))
+    plainly = methods()[first].default_budget(index.split.middle)
+    right = after["method"] == first and repr(after["budget"]) == repr(plainly.value)
+    expect(right, "after tune --reset", f"{after}, not {first} at {plainly}")
 
 
 def f1(answer: str, expected: str) -> float:

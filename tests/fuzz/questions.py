@@ -50,7 +50,7 @@ class Checks:
         asked = question_ids(self.index, question, raw=self.case.raw)
         whole = self.world.whole_ids(question)
         ours = torch.cat([self.index.input_ids, asked])
-        expect(ours.tolist() == whole.tolist(), "ids", _apart(self.world, ours.tolist(), whole.tolist()))
+        expect(ours.tolist() == whole.tolist(), "ids", apart(self.world, ours.tolist(), whole.tolist()))
         dense = self.world.dense(self.index)
         answer = dense.ask(asked, self.sampling).ids
         fed = fed_with(asked, answer)
@@ -83,7 +83,7 @@ class Checks:
         `in_8_bits` is the largest relative error of rows in 8 bits.
         """
         case, tokens = self.case, len(self.index.input_ids)
-        stored = stored_rows(self.world.folder / "index.skv", case.layers)
+        stored = stored_rows(self.index.artifact.folder, case.layers)
         if case.prefill != "dense":
             return plain_over(self.world, stored, self.index.input_ids, fed)
         logits, rows = plain(self.world, torch.cat([self.index.input_ids, fed]))
@@ -174,7 +174,8 @@ def rounding_decides(index: OpenIndex, asker: Session, fed: torch.Tensor, questi
     return False
 
 
-def _apart(world: World, ours: list[int], whole: list[int]) -> str:
+def apart(world: World, ours: list[int], whole: list[int]) -> str:
+    """Where token ids are apart from those of the template, as text."""
     place = next(
         (n for n, pair in enumerate(zip(ours, whole, strict=False)) if pair[0] != pair[1]), min(len(ours), len(whole))
     )

@@ -12,7 +12,7 @@ LATENT = ("deepseek_v3",)
 BY_LENGTH = ("dynamic", "longrope")
 """Scaled positions that turn keys by a sequence's length."""
 TUNING, TRACING, EVALUATING = (
-    {"many commands", *more} for more in (("tune command",), ("trace", "trace without"), ("eval command",))
+    {"many commands", *more} for more in (("tune command", "tuned"), ("trace", "trace without"), ("eval command",))
 )  # deeds that run it
 
 

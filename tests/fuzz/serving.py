@@ -1,13 +1,14 @@
 """Deeds of a scheduler: requests that come together, are sampled, given up, or continue others, and their sources."""
 
 import time
+from dataclasses import replace
 from random import Random
 
 import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.sparse_layer import appends
-from sparsekv.runtime.decoding.answer import answer_text, question_ids
+from sparsekv.runtime.decoding.answer import INCOMPLETE, answer_text, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
@@ -25,28 +26,37 @@ SOURCES = 2
 
 @deed("served", 5)
 def served(world: World, index: OpenIndex) -> None:
-    """Answers of a scheduler are those of plain transformers, with their log-probabilities, text, finish and counts."""
-    random, checks = Random(world.case.more), Checks(world, index)
-    askers = [world.dense(index)]
+    """Answers of a scheduler are those of plain transformers, with their log-probabilities, text, finish and counts.
+
+    It may serve two indices, which share a beginning, with few caches in memory.
+    """
+    random, indices = Random(world.case.more), {"": index}
+    if random.random() < 0.4:
+        text = world.document[: len(world.document) * 3 // 4] + world.some_text(world.case.tail + 9, world.case.more)
+        indices["other"] = world.build("other.skv", world.plan(text))
+    checks = {name: Checks(world, one) for name, one in indices.items()}
+    askers = [(name, world.dense(one)) for name, one in indices.items()]
     if takes_everything(world):
-        askers.append(world.asker(index, "100%", guard=None, prefill_budget=checks.all_of_a_prefill()))
-    scheduler = Scheduler({"": index}, slots=random.randint(1, 3), kept_bytes=random.choice([0, 20_000, 1 << 22]))
+        everything = {"guard": None, "prefill_budget": checks[""].all_of_a_prefill()}
+        askers += [(name, world.asker(one, "100%", **everything)) for name, one in indices.items()]
+    kept_bytes, lanes = random.choice([0, 20_000, 1 << 22]), random.choice([1, 2, 8])
+    scheduler = Scheduler(indices, slots=random.randint(1, 3), kept_bytes=kept_bytes, lanes=lanes)
     said = list[torch.Tensor]()
     try:
         for _ in range(3):
             for request, pieces in _round(world, scheduler, askers, said, random):
-                said.append(_held(world, checks, request, pieces))
+                said.append(_held(world, checks[request.index], request, pieces))
     finally:
         scheduler.close(0)
 
 
 def _round(
-    world: World, scheduler: Scheduler, askers: list[Session], said: list[torch.Tensor], random: Random
+    world: World, scheduler: Scheduler, askers: list[tuple[str, Session]], said: list[torch.Tensor], random: Random
 ) -> list[tuple[Submission, list[Piece]]]:
     """Requests that are submitted together, with their pieces, once nothing runs; some are given up at a piece."""
     streams = []
     for _ in range(random.choice([1, 3, 5])):
-        request = _drawn(world, random.choice(askers), said, random)
+        request = _drawn(world, *random.choice(askers), said, random)
         try:
             streams.append((request, scheduler.submit(request)))
         except UsageError as error:  # no position is left
@@ -62,7 +72,7 @@ def _round(
     return found
 
 
-def _drawn(world: World, asker: Session, said: list[torch.Tensor], random: Random) -> Submission:
+def _drawn(world: World, name: str, asker: Session, said: list[torch.Tensor], random: Random) -> Submission:
     """A request: a new question, or one that continues what was asked and answered before, or some of it."""
     tokens = question_ids(asker.index, world.question(random.randint(0, 2)), raw=world.case.raw)
     if said and random.random() < 0.5:
@@ -71,7 +81,14 @@ def _drawn(world: World, asker: Session, said: list[torch.Tensor], random: Rando
     longest = world.case.answer + random.randint(0, 4)
     sampling = random.choice([Sampling(longest), draw_sampling(random, longest)])
     sources = 0 if appends(asker.cache.stored_layers) else random.choice([0, 0, SOURCES])
-    return Submission("", asker.config, tokens, sampling, logprobs=random.choice([None, 0, 3]), sources=sources)
+    request = Submission(name, asker.config, tokens, sampling, logprobs=random.choice([None, 0, 3]), sources=sources)
+    return replace(request, stop=_stop(asker.index, random.choice(said))) if said and random.random() < 0.3 else request
+
+
+def _stop(index: OpenIndex, earlier: torch.Tensor) -> tuple[str, ...]:
+    """Texts that a model is likely to say: the last of what it said, and its end."""
+    text = answer_text(index, earlier[-2:].tolist()).strip(INCOMPLETE)
+    return tuple(one for one in (text, text[-1:]) if one and INCOMPLETE not in one)
 
 
 def _held(world: World, checks: Checks, request: Submission, pieces: list[Piece]) -> torch.Tensor:
@@ -92,12 +109,15 @@ def _held(world: World, checks: Checks, request: Submission, pieces: list[Piece]
     assert usage is not None
     counts = usage.prompt_tokens, usage.answer_tokens
     expect(counts == (len(index.input_ids) + asked, len(answer)), "served counts", f"{usage}")
-    finish = "stop" if answer[-1] in world.ends else "length"
-    expect(pieces[-1].finish == finish, "served finish", f"{pieces[-1].finish} of {answer}")
-    text = "".join(one.text for one in pieces)
-    # Bytes of which a later one makes no text were shown before it came.
-    same = world.case.tokenizer == "letters" or text == answer_text(index, answer)
-    expect(same, "served text", f"{text!r} of {answer}")
+    whole, text = answer_text(index, answer), "".join(one.text for one in pieces)
+    places = [whole.index(one) for one in request.stop if one in whole]
+    before = answer_text(index, answer[:-1])
+    expect(not any(one in before for one in request.stop), "served stop", f"{request.stop} not at once in {whole!r}")
+    finish = "stop" if answer[-1] in world.ends or places else "length"
+    expect(pieces[-1].finish == finish, "served finish", f"{pieces[-1].finish} of {answer} until {request.stop}")
+    expect(
+        text == whole[: min(places, default=len(whole))], "served text", f"{text!r} of {answer} until {request.stop}"
+    )
     _sources(checks, request, answer, [(one.tokens, one.score, one.text) for one in usage.sources])
     return fed
 

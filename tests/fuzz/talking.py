@@ -1,24 +1,29 @@
 """Deeds that talk: several turns, a talk that is saved, and threads that ask at once."""
 
 import asyncio
+from collections.abc import Sequence
 from random import Random
 from threading import Thread
 
 import torch
 
 from sparsekv.cli.answering.session import save_session
+from sparsekv.formats.documents.continuation import BETWEEN
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.decoding.answer import Answer, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
+from sparsekv.runtime.serving.messages import Message, conversation_tokens
 
 from .deeds import deed
 from .oracles import expect, expect_greedy, plain, plain_over
-from .questions import Checks, takes_everything
+from .questions import Checks, apart, takes_everything
 from .world import Rows, World, stored_rows
 
 MARK = "@@@"
+EDGES = "", "", " ", "\n", "  "
+"""White space around an answer."""
 
 
 def _turns(world: World) -> int:
@@ -75,6 +80,40 @@ def follows(world: World, ids: torch.Tensor, said: str) -> None:
     rendered = str(world.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     expected = rendered.rpartition(MARK)[2].lstrip()
     expect(ours.lstrip() == expected, "talk ids", f"{ours!r} follows an answer, and {expected!r} in the template")
+
+
+@deed("messages", 3, asks=False)
+def messages(world: World, index: OpenIndex) -> None:
+    """Token ids of the messages of a conversation, as a server's clients send them, are those of the template."""
+    case, random = world.case, Random(world.case.more)
+    texts = [world.question(0)]
+    for number in range(random.choice([0, 1, 1, 2])):
+        answer = world.some_text(random.choice([1, 2, 9, 40]), random.randint(0, 10**6))
+        texts += [f"{random.choice(EDGES)}{answer}{random.choice(EDGES)}", world.question(number + 1)]
+    given = [Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
+    ours = torch.cat([index.input_ids, conversation_tokens(index, given, raw=case.raw)]).tolist()
+    whole = _talk_of(world, texts)
+    expected = world.tokenizer(whole, add_special_tokens=case.raw).input_ids
+    expect(ours == expected, "messages", apart(world, ours, expected))
+
+
+def _talk_of(world: World, texts: Sequence[str]) -> str:
+    """The template's text of a talk about the document: answers stand where the model begins them."""
+    if world.case.raw:
+        return f"{world.document}{''.join(texts)}"
+    whole = [f"{world.document}{BETWEEN}{texts[0]}", *texts[1:]]
+    marked = [f"{MARK}{number}{MARK}" if number % 2 else text for number, text in enumerate(whole)]
+    roles = [{"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(marked)]
+
+    def rendered(messages: int) -> str:
+        given = roles[:messages]
+        return str(world.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
+
+    found, done, template = "", 0, rendered(len(roles))
+    for number in range(1, len(roles), 2):
+        found += template[done : len(rendered(number))] + texts[number]
+        done = template.index(marked[number]) + len(marked[number])
+    return found + template[done:]
 
 
 @deed("saved", 6, asks=False)

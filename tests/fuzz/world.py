@@ -68,7 +68,7 @@ class World:
     def some_text(self, letters: int, seed: int) -> str:
         """A piece of English text of so many letters, without spaces at its ends. In a case with an encoding some are
         beyond ASCII; then it is so many bytes of UTF-8, or one less where a letter does not fit."""
-        start = seed * 7919 % (len(ENGLISH) - 2000)
+        start = seed * 7919 % (len(ENGLISH) - max(2000, letters))
         text = ("x" + ENGLISH[start + 1 : start + letters - 1] + "y")[: max(1, letters)]
         if self.case.encoding == UTF_8:
             return text
@@ -162,7 +162,7 @@ class World:
             index.artifact,
             case.method,
             dict(case.options_read),
-            budget=budget or case.budget,
+            budget=budget or case.budget or None,
             residual=case.residual,
             prefill=case.question_prefill,
             prefill_budget=case.prefill_budget,

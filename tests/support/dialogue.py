@@ -49,6 +49,14 @@ class Dialogue(fdspawn):
         """Ctrl and a letter."""
         self.send(chr(ord(letter.upper()) - 64))
 
+    def until_it_waits(self) -> None:
+        """Return when the command sleeps. Between a prompt and its wait for input, readline loses a Ctrl-C."""
+        state = Path(f"/proc/{self.started.pid}/stat")
+        seen = ""
+        while not seen.endswith("SSS"):
+            time.sleep(0.005)
+            seen += state.read_text().rpartition(")")[2].split()[0]
+
     def paste(self, text: str) -> None:
         """Text as a terminal sends it that marks what is pasted."""
         self.send(f"\x1b[200~{text.replace(chr(10), chr(13))}\x1b[201~")

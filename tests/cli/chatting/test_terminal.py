@@ -40,10 +40,12 @@ def test_ctrl_c_stops_an_answer_whose_beginning_stays(place: Path) -> None:
 
 def test_ctrl_c_at_a_prompt_drops_what_is_typed_and_at_an_empty_one_says_how_to_leave(place: Path) -> None:
     with chat(place) as one:
+        one.until_it_waits()
         one.press("c")
         assert "Ctrl-D or /quit leaves" in shown(one)
         one.send("half a quest")
         one.until("half a quest")
+        one.until_it_waits()
         one.press("c")
         assert shown(one).strip() == ""
         one.press("d")
