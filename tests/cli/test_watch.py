@@ -93,7 +93,7 @@ def test_a_folder_with_its_index_in_it(place: Path) -> None:
         project.rename(place / "elsewhere")
         assert "cannot read project" in watched.until_watching() or "no such file: project" in watched.told.read_text()
         (place / "elsewhere").rename(project)
-        watched.until(lambda: (index / "manifest.json").exists())
+        watched.until(lambda: (index / "manifest.json").exists() and not (index / "unfinished.json").exists())
 
 
 def test_an_edit_during_a_build_is_indexed_after_it(place: Path) -> None:
