@@ -65,8 +65,8 @@ FURTHEST = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What all commands of a measurement have in common: each method at each budget, the dtype, and whether questions
-    are turns of a conversation."""
+    """The options that all commands of a measurement share: each method at each budget, the dtype, and whether
+    questions are turns of a conversation."""
 
     methods: tuple[str, ...] = METHODS
     budgets: tuple[str, ...] = BUDGETS

@@ -71,7 +71,7 @@ def answers(draw: st.DrawFn) -> tuple[PreTrainedTokenizerFast, list[int]]:
 
 @given(answers())
 def test_any_tokens_stream_as_they_decode(answer: tuple[PreTrainedTokenizerFast, list[int]]) -> None:
-    """What follows a run of bytes brings its text, and no other token but a character's first ones waits."""
+    """The token after a run of bytes brings the run's text, and no other token but a character's first ones waits."""
     (tokenizer, ids), pieces = answer, list[str]()
     streamer, waits = Streamer(tokenizer, pieces.append), False
     for place, one in enumerate(ids, 1):
