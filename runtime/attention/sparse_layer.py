@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from copy import copy
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.attention.step import Step, everything, in_place_runs, step_of
 from sparsekv.runtime.cache.dense_layer import DenseLayer
-from sparsekv.runtime.cache.kv_store import Pair
+from sparsekv.runtime.cache.kv_store import Pair, PlacedRows
 from sparsekv.runtime.cache.packed_cache import PackedLayer, PackedStep, Piece, StepTokens
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, MissedShares, StoredLayer
 from sparsekv.runtime.selection.interface import Queries, Selection, Selector
@@ -212,16 +213,17 @@ class PackedSparse(PackedLayer):
         return output
 
     def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
-        plan = self.plan
-        whole = self.in_place and plan.prefills_densely and self.conversation is None
+        whole = self.in_place and self.plan.prefills_densely and self.conversation is None
         # `in_place()` is called last, because it may copy the rows on a CPU.
-        if not whole or (rows := plan.middle.in_place()) is None:
+        if not whole or (rows := self.plan.middle.in_place()) is None:
             return super().ask_all(call, step, output)
-        grouped = call.query[:, step.places].unflatten(0, (len(rows.keys), -1))
-        runs, exact = everything(rows, plan.middle.used, self.exact)
-        own = self.own.seen_by(step.asking, step.longest)
-        attended = shared_decode(grouped, runs, exact, (), own, *call.scaling)
-        output[:, step.places] = attended.flatten(0, 1)
+        asked = replace(call, query=call.query[:, step.places])
+        output[:, step.places] = self._attend_to_all(asked, rows, self.own.seen_by(step.asking, step.longest))
+
+    def _attend_to_all(self, call: AttentionCall, rows: PlacedRows, own: OwnRows) -> torch.Tensor:
+        """Attend with each query [Hq, B, D] to all rows of the middle, to the exact rows, and to its own sequence."""
+        runs, exact = everything(rows, self.plan.middle.used, self.exact)
+        return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def _queries(self, grouped: torch.Tensor, own: OwnRows, how: LogitScaling) -> Queries:
         beside = partial(exact_logsumexp, grouped, self.exact[0], own, *how)
@@ -248,6 +250,15 @@ class PackedSparse(PackedLayer):
         return join_selections(
             [selector.select(one, self.plan.budget) for selector, one in zip(selectors, own, strict=True)]
         )
+
+
+class PackedWhole(PackedSparse):
+    """Layer for a batch, whose answers attend to all rows in place, as dense attention does."""
+
+    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        rows = self.plan.middle.in_place()
+        assert rows is not None
+        return self._attend_to_all(call, rows, self.own.seen_by(step.answering, step.longest))
 
 
 class PackedInPlace(PackedSparse):

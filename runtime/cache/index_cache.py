@@ -389,6 +389,11 @@ class IndexCache(SequenceCache):
             layer.rewind()
         self.states.copy_to(self.live_states())
 
+    def count_written(self, tokens: int) -> None:
+        """Count the rows of `tokens` tokens that other code has written to the layers' buffers."""
+        for layer in self.stored_layers:
+            layer.count_written(tokens)
+
     def drop(self, tokens: int) -> None:
         """Drop the rows of the last `tokens` tokens. The next tokens are decode steps, if fed one by one.
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Self
 
 import torch
 
@@ -118,14 +119,16 @@ class SlotRows:
     """One layer's keys and values [S, Hk, capacity, D] of S sequences, for their tokens after the stored context.
 
     The capacity at least doubles when it grows.
-
-    Args:
-        like: keys and values [Hk, any, D] with the sizes, dtype and device of the new buffers.
     """
 
-    def __init__(self, slots: int, like: Pair):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        self.keys, self.values = keys, values
+
+    @classmethod
+    def empty(cls, slots: int, like: Pair) -> Self:
+        """Allocate buffers with the sizes, dtype and device of keys and values [Hk, any, D]."""
         # Initialised with zeros, because rows that are masked out must still be finite.
-        self.keys, self.values = (rows.new_zeros(slots, rows.shape[0], FIRST_ROWS, rows.shape[2]) for rows in like)
+        return cls(*(rows.new_zeros(slots, rows.shape[0], FIRST_ROWS, rows.shape[2]) for rows in like))
 
     @property
     def capacity(self) -> int:
@@ -177,7 +180,7 @@ class PackedLayer(ABC):
     """One layer for several sequences, which share a stored layer's rows and have their new tokens' rows in slots."""
 
     def __init__(self, layer: StoredLayer, slots: int):
-        self.own = SlotRows(slots, (layer.keys, layer.values))
+        self.own = SlotRows.empty(slots, (layer.keys, layer.values))
 
     def attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         """Store the step's rows, then attend for each token; query and output are [Hq, T, D]."""

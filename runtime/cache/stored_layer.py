@@ -74,9 +74,12 @@ class StoredLayer(RowLayer):
     def reserve(self, step_row: DynamicSlot, tokens: int) -> None:
         """Switch to appending one row per step, at `step_row`, with buffer capacity for `tokens` more rows."""
         self.step_row = step_row
-        if self.used + tokens > self.keys.shape[1]:
-            needed = self.used + tokens
-            self.keys, self.values = _grow(self.keys, self.used, needed), _grow(self.values, self.used, needed)
+        self.make_room(self.used + tokens)
+
+    def make_room(self, rows: int) -> None:
+        """Grow the buffers to at least `rows` rows."""
+        if rows > self.keys.shape[1]:
+            self.keys, self.values = _grow(self.keys, self.used, rows), _grow(self.values, self.used, rows)
 
     def advance(self) -> None:
         """Count the row of a finished step. The caller increments the numbers in `step_row`."""
@@ -119,6 +122,10 @@ class StoredLayer(RowLayer):
     def rewind(self) -> None:
         """Drop the tokens after the stored tokens; no prompt is expected afterwards."""
         self.used, self.prompt_tokens = self.first, 0
+
+    def count_written(self, tokens: int) -> None:
+        """Count the rows of `tokens` tokens that other code has written to the buffers, after the counted rows."""
+        self.used += tokens
 
     def drop(self, tokens: int) -> None:
         """Drop the rows of the last `tokens` appended tokens."""

@@ -23,6 +23,7 @@ from sparsekv.runtime.cache.index_cache import Fed, IndexCache
 from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.engine import Ended, Engine, NotFiniteError, Sequence
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.verification import Verification, verifies_in_place
 
 REPEATED = (3, 2)
 """Numbers of newest tokens whose earlier occurrence is searched for, in this order."""
@@ -51,9 +52,12 @@ class Pace:
     tokens: float = 0.0
     last: int = 0
 
-    def add(self, seconds: float, tokens: int, step: int) -> None:
-        """Add a step's seconds and tokens to the sums, unless it is the source's first step, which may compile code."""
-        if self.last:
+    def add(self, seconds: float | None, tokens: int, step: int) -> None:
+        """Add a step's seconds and tokens to the sums, unless it is the source's first step, which may compile code.
+
+        Without `seconds`, the step is not added either.
+        """
+        if self.last and seconds is not None:
             self.seconds, self.tokens = KEPT * self.seconds + seconds, KEPT * self.tokens + tokens
         self.last = step
 
@@ -117,10 +121,11 @@ class Drafter:
             return forgotten
         return min(sources, key=lambda one: paces[one].per_token)
 
-    def count(self, source: str | int, drafted: int, accepted: int, seconds: float) -> None:
+    def count(self, source: str | int, drafted: int, accepted: int, seconds: float | None) -> None:
         """Count a step's drafted and accepted tokens, and its seconds. After a draft from earlier text, adapt `length`.
 
-        Besides the accepted tokens, the step adds one token to the answer.
+        Besides the accepted tokens, the step adds one token to the answer. `seconds` is None for a step whose time is
+        no measure of later steps.
         """
         self.steps += 1
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
@@ -146,7 +151,7 @@ class DraftingEngine(Engine):
     """An engine of one sequence, whose steps verify drafts by dense attention.
 
     A pass over T tokens allocates their logits, and on a CPU also each layer's attention logits of T queries on all
-    tokens.
+    tokens. On a GPU a pass is captured as a CUDA graph, if dense attention can read all rows in place.
 
     Args:
         cache: a cache of one sequence for `config`.
@@ -176,6 +181,7 @@ class DraftingEngine(Engine):
             )
         self.sequence_cache = cache
         self.drafter = Drafter(index.input_ids.numpy(), by_method=not isinstance(config.attention, Dense))
+        self.verification = Verification(index, cache, LONGEST + 1) if verifies_in_place(cache) else None
 
     def run_step(self) -> list[Ended]:
         sequence = self.active.get(0)
@@ -190,11 +196,16 @@ class DraftingEngine(Engine):
             self.drafter.count(0, 0, len(sequence.answer) - before - 1, time.perf_counter() - began)
             return ended
         draft = found if source == FROM_TEXT else self._decoded(sequence, min(int(source), max(0, room)))
-        before = len(sequence.answer)
+        before, graphs = len(sequence.answer), self._graphs
         ended = self._verify(sequence, draft)
         taken = len(sequence.answer) - before
-        self.drafter.count(source, len(draft), max(0, taken - 1), time.perf_counter() - began)
+        seconds = time.perf_counter() - began if self._graphs == graphs else None  # capturing a pass takes long
+        self.drafter.count(source, len(draft), max(0, taken - 1), seconds)
         return ended
+
+    @property
+    def _graphs(self) -> int:
+        return self.verification.graphs if self.verification else 0
 
     @torch.inference_mode()
     def _decoded(self, sequence: Sequence, tokens: int) -> list[int]:
@@ -214,8 +225,7 @@ class DraftingEngine(Engine):
 
         Returns the sequence with its answer, or with an error, if the sequence ends; otherwise an empty list.
         """
-        fed = Fed(0, sequence.used, [sequence.answer[-1], *draft], asks=False)
-        logits = self._dense_logits(fed)
+        logits = self._dense_logits(sequence, [sequence.answer[-1], *draft])
         self.read = None
         taken, ended = 0, False
         greedy = not sequence.request.sampling.temperature
@@ -255,12 +265,14 @@ class DraftingEngine(Engine):
             "dense attention"
         )
 
-    def _dense_logits(self, fed: Fed) -> torch.Tensor:
-        """Return the logits [T, V] after each of the fed tokens, by dense attention."""
+    def _dense_logits(self, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
+        """Return the logits [T, V] after each of the sequence's next tokens, by dense attention."""
+        if self.verification is not None:
+            return self.verification.logits(sequence.used, tokens, sequence.most)
         cache = self.sequence_cache
         cache.release()
-        cache.prefill_next(len(fed.tokens))
-        ids, positions = cache.questions_input([fed], self.index.split.tokens)
+        cache.prefill_next(len(tokens))
+        ids, positions = cache.questions_input([Fed(0, sequence.used, tokens, asks=False)], self.index.split.tokens)
         logits: torch.Tensor = self.index.model(
             input_ids=ids, position_ids=positions, **with_cache(self.index.model, cache)
         ).logits[0]

@@ -17,6 +17,7 @@ from support.tiny_models import DIFFERENT
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
 from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.decoding import drafting
 from sparsekv.runtime.decoding.answer import Answer, question_ids
 from sparsekv.runtime.decoding.drafting import BY_METHOD, FROM_TEXT, Drafter, DraftingEngine, Pace
 from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs
@@ -71,11 +72,11 @@ def _draft_anything(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "temperature", "on_the_device"),
+    ("family", "name", "temperature", "on_the_device", "in_place"),
     [
-        *product(["llama"], CONFIGS, [0.0], [True]),
-        *product(["llama"], ["dense", "codes"], [0.8], [False]),
-        *product(DIFFERENT[1:], ["dense", "codes"], [0.0], [False]),
+        *product(["llama"], CONFIGS, [0.0], [True], [False, True]),
+        *product(["llama"], ["dense", "codes"], [0.8], [False], [False, True]),
+        *product(DIFFERENT[1:], ["dense", "codes"], [0.0], [False], [False, True]),
     ],
 )
 def test_answers_are_dense_attentions(
@@ -85,12 +86,16 @@ def test_answers_are_dense_attentions(
     name: str,
     temperature: float,
     on_the_device: bool,
+    in_place: bool,
 ) -> None:
+    """Also if passes of dense attention read and write all rows in place, as on a GPU."""
     index, sampling = opened(family), Sampling(max_new_tokens=24, temperature=temperature, seed=3)
     dense = _answers(Engine(index, index.dense_cache()), index, sampling)
     _draft_anything(monkeypatch, seed=len(name))
     if on_the_device:
         count_rows_on_the_device(monkeypatch)
+    if in_place:
+        monkeypatch.setattr(drafting, "verifies_in_place", lambda cache: True)
     engine = _lossless(index, CONFIGS[name])
     found = _answers(engine, index, sampling)
     assert [one.ids for one in found] == [one.ids for one in dense]
