@@ -33,12 +33,17 @@ FROM_TEXT = "text"
 Any other source is the number of tokens that the method decodes for the draft; 0: there is no draft.
 """
 BY_METHOD = (2, 4, 8)
-LONGEST, SHORTEST = 16, 2
-"""Maximum and minimum length of a draft that is copied from earlier text."""
+LONGEST, SHORTEST = 15, 2
+"""Maximum and minimum length of a draft that is copied from earlier text.
+
+With the newest token, the longest draft fills a pass of 16 tokens, the largest that is captured on a GPU.
+"""
 KEPT = 0.8
 """Decay: factor of a source's summed seconds and tokens when another step of this source is added."""
 AGAIN = 16
 """The source that was unused for longest is tried again after this number of steps, times the number of sources."""
+HOPELESS = 1000
+"""Number of steps without drafts by the method, after its tokens took as long as dense attention's."""
 
 
 @dataclass
@@ -80,6 +85,7 @@ class Drafter:
         steps: number of steps so far.
         drafted, accepted: numbers of drafted tokens and of accepted tokens so far.
         paces: speed of each source, by what `source` returns.
+        decoding: speed of the method alone, for the tokens of its drafts.
     """
 
     document: NDArray[np.int64]
@@ -89,6 +95,7 @@ class Drafter:
     drafted: int = 0
     accepted: int = 0
     paces: dict[str | int, Pace] = field(default_factory=dict)
+    decoding: Pace = field(default_factory=Pace)
 
     def from_text(self, tokens: list[int]) -> list[int]:
         """Return up to `length` tokens that followed the last earlier occurrence of the newest tokens.
@@ -114,12 +121,26 @@ class Drafter:
         Args:
             found: the draft from earlier text. If it is empty, earlier text is no source.
         """
-        sources: list[str | int] = [*([FROM_TEXT] if found else []), *(BY_METHOD if self.by_method else ()), 0]
+        sources: list[str | int] = [*([FROM_TEXT] if found else []), 0, *self._by_method()]
         paces = {one: self.paces.setdefault(one, Pace()) for one in sources}
         forgotten = min(sources, key=lambda one: paces[one].last)
         if self.steps - paces[forgotten].last >= AGAIN * len(sources):
             return forgotten
         return min(sources, key=lambda one: paces[one].per_token)
+
+    def _by_method(self) -> tuple[int, ...]:
+        """Return the lengths of drafts that the method may decode.
+
+        A draft saves time only if the method takes less time for a token than dense attention: even if all drafted
+        tokens are accepted, they must all be decoded. Until this is known, the method decodes only short drafts.
+        """
+        if not self.by_method:
+            return ()
+        by_method, dense = self.decoding.per_token, self.paces.get(0, Pace()).per_token
+        if not by_method:
+            return BY_METHOD[:1]
+        hopeless = bool(dense) and by_method >= dense and self.steps - self.decoding.last < HOPELESS
+        return () if hopeless else BY_METHOD
 
     def count(self, source: str | int, drafted: int, accepted: int, seconds: float | None) -> None:
         """Count a step's drafted and accepted tokens, and its seconds. After a draft from earlier text, adapt `length`.
@@ -196,6 +217,8 @@ class DraftingEngine(Engine):
             self.drafter.count(0, 0, len(sequence.answer) - before - 1, time.perf_counter() - began)
             return ended
         draft = found if source == FROM_TEXT else self._decoded(sequence, min(int(source), max(0, room)))
+        if source != FROM_TEXT and draft:
+            self.drafter.decoding.add(time.perf_counter() - began, len(draft), self.drafter.steps + 1)
         before, graphs = len(sequence.answer), self._graphs
         ended = self._verify(sequence, draft)
         taken = len(sequence.answer) - before
