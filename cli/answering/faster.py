@@ -1,12 +1,18 @@
 """`--method auto`: answer by dense attention or by the index's default method, whichever is faster here."""
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import DTYPES, check_dtype
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster
+from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster, choose_for_numbers
+
+TIMING = "timing a step, for --method auto"
 
 
 def take_faster(
@@ -22,11 +28,47 @@ def take_faster(
         UsageError: the device or the dtype does not exist.
         SparsekvError: an error of `choose_faster`.
     """
-    check_dtype(dtype)
-    if rope_depends_on_length(artifact.manifest.rope.parameters):
-        questions = 1
-    where, of_model = choose_device(device), DTYPES[artifact.manifest.dtype if dtype == "auto" else dtype]
-    with waiting("timing a step, for --method auto", quiet=quiet):
-        choice = choose_faster(artifact, config, questions, where, of_model)
+    with waiting(TIMING, quiet=quiet):
+        choice = choose_faster(artifact, config, _together(artifact, questions), *_runs_on(artifact, device, dtype))
     note(choice.told, quiet=quiet)
     return choice
+
+
+def take_faster_for_numbers(
+    artifact: Artifact,
+    config: DecodeConfig,
+    slots: int,
+    device: str,
+    dtype: str,
+    *,
+    alone: AbstractContextManager[object] | None = None,
+    quiet: bool,
+) -> DecodeConfig:
+    """Choose from how many answers on a shared step attends densely, and note the choices with the measured times.
+
+    Args:
+        slots: largest number of answers that share a step.
+        device, dtype: as in `take_faster`.
+        alone: a context in which nothing else uses the device; None: nothing does.
+
+    Raises:
+        UsageError, SparsekvError: as in `take_faster`.
+    """
+    with waiting(TIMING, quiet=quiet), alone or nullcontext():
+        config, choices = choose_for_numbers(
+            artifact, config, _together(artifact, slots), *_runs_on(artifact, device, dtype)
+        )
+    for choice in reversed(choices):
+        note(f"{artifact.folder.name}: {choice.told}", quiet=quiet)
+    return config
+
+
+def _together(artifact: Artifact, questions: int) -> int:
+    """Return the number of questions that can share a step."""
+    return 1 if rope_depends_on_length(artifact.manifest.rope.parameters) else questions
+
+
+def _runs_on(artifact: Artifact, device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the model's dtype that the values of `--device` and `--dtype` stand for."""
+    check_dtype(dtype)
+    return choose_device(device), DTYPES[artifact.manifest.dtype if dtype == "auto" else dtype]

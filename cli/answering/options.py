@@ -222,6 +222,24 @@ class AttentionOptions:
         return found[1], self.parameters | {"step": int(found[2])}
 
 
+def refuse_with_auto(others: Mapping[str, Any] | None = None, *, placement: str, prefill: str | None) -> None:
+    """Raise UsageError for a placement, a prefill or another option that cannot be combined with `--method auto`.
+
+    Args:
+        others: values of other options, which are given unless they are None or False.
+    """
+    refused = {option for option, value in (others or {}).items() if value not in (None, False)}
+    if placement != "device":
+        refused.add(f"--placement {placement}")
+    if prefill not in (None, DENSE, Own.name):
+        refused.add(f"--prefill {prefill}")
+    for option in sorted(refused):
+        raise UsageError(
+            f"{option} cannot be combined with --method auto, which may take dense attention; name a method, or leave "
+            f"{option.split()[0]} out"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimedAttentionOptions(AttentionOptions):
     """Attention options with the method `auto`: the faster of dense attention and the default method.
@@ -257,20 +275,8 @@ class TimedAttentionOptions(AttentionOptions):
         """
         if not self.by_time:
             return super().config(artifact, gauge=gauge)
-        refused = {
-            "--lossless": self.lossless,
-            "--guard": self.guard is not None,
-            "--gauge": gauge,
-            "--ahead": self.ahead,
-            f"--placement {self.placement}": self.placement != "device",
-            f"--prefill {self.prefill}": self.prefill not in (None, DENSE, Own.name),
-        }
-        for option, given in refused.items():
-            if given:
-                raise UsageError(
-                    f"{option} cannot be combined with --method auto, which may take dense attention; name a method, "
-                    f"or leave {option.split()[0]} out"
-                )
+        others = {"--lossless": self.lossless, "--guard": self.guard, "--gauge": gauge, "--ahead": self.ahead}
+        refuse_with_auto(others, placement=self.placement, prefill=self.prefill)
         return replace(self, method=None).config(artifact, gauge=gauge)
 
 

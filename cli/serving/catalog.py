@@ -118,7 +118,7 @@ def config_of(
     elif budget is not None:
         if isinstance(config.attention, Dense):
             refuse_beside_dense({"--budget": budget})
-        config = replace(config, budget=Budget.parse(budget), layer_budgets={}, origin="")
+        config = replace(config, budget=Budget.parse(budget), layer_budgets={}, dense_from=None, origin="")
     refuse_idle_budget(config.attention, "--budget", given)
     if prefill is not None:
         named = prefill_method(artifact, prefill)

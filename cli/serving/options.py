@@ -134,8 +134,10 @@ class ServeOptions:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Method that selects the tokens to attend to, or `dense`. Default: what `tune` found, or the index's "
-            "first.",
+            help="Method that selects the tokens to attend to, `dense`, or `auto`: the default method, and dense "
+            "attention in steps of as many answers as make it faster. auto measures steps on this machine, and keeps "
+            "the times. Default: what `tune` found, or the index's first; on a GPU auto, without --budget, --prefill "
+            "and --placement.",
             rich_help_panel=UNSAID,
         ),
     ] = None

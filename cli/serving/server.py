@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -19,7 +19,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sparsekv.cli.answering.options import SamplingOptions
+from sparsekv.cli.answering.faster import take_faster_for_numbers
+from sparsekv.cli.answering.options import SamplingOptions, refuse_with_auto
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
@@ -40,11 +41,12 @@ from sparsekv.cli.serving.shelf import (
     refuse_no_folder,
     state_of,
 )
-from sparsekv.formats.device import device_memory
+from sparsekv.formats.device import choose_device, device_memory
 from sparsekv.formats.errors import IdentityError, SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import AUTO
 from sparsekv.formats.models.load import LoadedModel, identify
-from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.choose_config import choose_config, idle_budget
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.threads import exclusive
@@ -251,7 +253,8 @@ def run(options: ServeOptions) -> None:
 
     def open_later(name: str, folder: Path) -> Served:
         artifact = open_artifact(folder)
-        return Served(name, beside(artifact), _config(options, artifact), options.budget)
+        index = beside(artifact)
+        return Served(name, index, _config(options, artifact, exclusive(index.model)), options.budget)
 
     # One thread, because encoding changes a tokenizer's settings, so two threads must not encode at once.
     executor, memory = ThreadPoolExecutor(1, "encoder"), _memory(options, opened)
@@ -293,11 +296,30 @@ def _named(options: ServeOptions) -> list[Path]:
     return [found]
 
 
-def _config(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
-    """Return the config of requests that set no method, budget or prefill."""
-    return choose_config(
-        artifact, options.method, budget=options.budget, prefill=options.prefill, placement=options.placement
+def _config(
+    options: ServeOptions, artifact: Artifact, alone: AbstractContextManager[object] | None = None
+) -> DecodeConfig:
+    """Return the config of requests that set no method, budget or prefill.
+
+    `alone` is a context in which nothing else uses the device; None: nothing does. Raises UsageError for an option that
+    cannot be combined with `auto`, and the errors of `choose_config` and `take_faster_for_numbers`.
+    """
+    by_time, given = options.method == AUTO, options.budget is not None or options.prefill is not None
+    if by_time:
+        refuse_with_auto(placement=options.placement, prefill=options.prefill)
+    config = choose_config(
+        artifact,
+        None if by_time else options.method,
+        budget=options.budget,
+        prefill=options.prefill,
+        placement=options.placement,
     )
+    on_gpu = options.placement == "device" and choose_device(options.device).type == "cuda"
+    by_default = on_gpu and options.method is None and not given
+    if isinstance(config.attention, Dense) or not (by_time or by_default):
+        return config
+    named = options.slots, options.device, options.dtype
+    return take_faster_for_numbers(artifact, config, *named, alone=alone, quiet=options.quiet)
 
 
 def _limits(options: ServeOptions) -> Limits:

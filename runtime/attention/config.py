@@ -69,6 +69,8 @@ class DecodeConfig:
             and do not use fused kernels.
         placement: where the document's keys and values are stored: `device`, `host` (memory) or `disk`.
         dense_layers: number of the model's first layers that attend to all tokens, regardless of their budgets.
+        dense_from: number of answers from which on a shared step attends to all tokens, because it is then faster.
+            None: every step selects tokens.
         lossless: the method only drafts tokens, which dense attention verifies; see `runtime.decoding.drafting`.
         ahead: prefetch each step's rows, by a search with the previous step's query during the previous step.
         origin: source of the method and the budget, as text for the user, if the user did not choose them.
@@ -88,6 +90,7 @@ class DecodeConfig:
     placement: str = "device"
     ahead: bool = False
     dense_layers: int = 0
+    dense_from: int | None = None
     lossless: bool = False
     origin: str = ""
 

@@ -425,7 +425,7 @@ class LayerPlan:
     `DynamicSlot` on the device has the new row's index, as in a CUDA graph. With `own_prefill`, the question's tokens
     select by the same method and budget as the answer's tokens. With `steps_alike`, a CUDA graph of one step can be
     replayed for all later steps, as far as policies, placement and appender are concerned. The selector may still
-    prevent the replay.
+    prevent the replay. `dense_from` is that of the config.
     """
 
     selector: Selector
@@ -441,6 +441,7 @@ class LayerPlan:
     meter: MissedMeter | None
     own_prefill: bool
     steps_alike: bool
+    dense_from: int | None
 
     @property
     def prefills_densely(self) -> bool:
@@ -503,6 +504,7 @@ def plan_layer(layer: LayerParts, config: DecodeConfig) -> LayerPlan:
         meter=meter,
         own_prefill=isinstance(config.question, Own),
         steps_alike=plain and middle.reachable and appender is None,
+        dense_from=config.dense_from,
     )
 
 

@@ -15,7 +15,7 @@ from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.attention.step import Step, everything, in_place_runs, step_of
 from sparsekv.runtime.cache.dense_layer import DenseLayer
-from sparsekv.runtime.cache.kv_store import Pair, PlacedRows
+from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.packed_cache import PackedLayer, PackedStep, Piece, StepTokens
 from sparsekv.runtime.cache.stored_layer import DynamicSlot, MissedShares, StoredLayer
 from sparsekv.runtime.selection.interface import Queries, Selection, Selector
@@ -138,10 +138,14 @@ class PackedSparse(PackedLayer):
     """Layer for a batch: a token attends to sinks, tail, its own sequence's new tokens, and selected middle rows.
 
     All answering sequences attend to the union of the rows that at least one of them selects.
+
+    Args:
+        dense_from: number of tokens of answers from which on they attend to all rows; None: never.
     """
 
-    def __init__(self, layer: SparseLayer, slots: int):
+    def __init__(self, layer: SparseLayer, slots: int, dense_from: int | None = None):
         super().__init__(layer, slots)
+        self.dense_from = dense_from
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
         self.kernels, self.conversation = layer.plan.selector.kernels, layer.conversation
         self.asked: dict[int, Selector] = {}
@@ -155,6 +159,14 @@ class PackedSparse(PackedLayer):
         self.in_place = layer.exact[0].is_cuda and layer.plan.middle.reachable
 
     def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        if self.dense_from is None or call.query.shape[1] < self.dense_from:
+            return self.select_and_attend(call, step)
+        middle = self.plan.middle.used
+        self.plan.read.add(2.0 * middle, middle)
+        return self._attend_to_all(call, self.own.seen_by(step.answering, step.longest))
+
+    def select_and_attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+        """Attend for one token of each sequence that continues an answer to the rows that are selected for them."""
         if call.query.shape[1] == 1 and not call.query.is_cuda and not self.in_place and self.conversation is None:
             return self._answer_alone(call, step)
         plan, grouped, how = self.plan, call.grouped, call.scaling
@@ -213,16 +225,23 @@ class PackedSparse(PackedLayer):
         return output
 
     def ask_all(self, call: AttentionCall, step: PackedStep, output: torch.Tensor) -> None:
-        whole = self.in_place and self.plan.prefills_densely and self.conversation is None
-        # `in_place()` is called last, because it may copy the rows on a CPU.
-        if not whole or (rows := self.plan.middle.in_place()) is None:
+        if not (self.in_place and self.plan.prefills_densely and self.conversation is None):
             return super().ask_all(call, step, output)
         asked = replace(call, query=call.query[:, step.places])
-        output[:, step.places] = self._attend_to_all(asked, rows, self.own.seen_by(step.asking, step.longest))
+        output[:, step.places] = self._attend_to_all(asked, self.own.seen_by(step.asking, step.longest))
 
-    def _attend_to_all(self, call: AttentionCall, rows: PlacedRows, own: OwnRows) -> torch.Tensor:
-        """Attend with each query [Hq, B, D] to all rows of the middle, to the exact rows, and to its own sequence."""
-        runs, exact = everything(rows, self.plan.middle.used, self.exact)
+    def _attend_to_all(self, call: AttentionCall, own: OwnRows) -> torch.Tensor:
+        """Attend with each query [Hq, B, D] to all rows of the middle, to the exact rows, and to its own sequence.
+
+        Where rows cannot be read in place, this copies those that are not on the device, and allocates their logits.
+        """
+        middle = self.plan.middle
+        # `in_place()` may copy the rows on a CPU.
+        rows = middle.in_place() if self.in_place else None
+        if rows is None:
+            segments = [Segment(*middle.in_any_order()), Segment(*self.exact)]
+            return shared_attention(call.grouped, segments, own, *call.scaling).flatten(0, 1)
+        runs, exact = everything(rows, middle.used, self.exact)
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def _queries(self, grouped: torch.Tensor, own: OwnRows, how: LogitScaling) -> Queries:
@@ -252,15 +271,6 @@ class PackedSparse(PackedLayer):
         )
 
 
-class PackedWhole(PackedSparse):
-    """Layer for a batch, whose answers attend to all rows in place, as dense attention does."""
-
-    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
-        rows = self.plan.middle.in_place()
-        assert rows is not None
-        return self._attend_to_all(call, rows, self.own.seen_by(step.answering, step.longest))
-
-
 class PackedInPlace(PackedSparse):
     """Layer for a batch, with kernels that select together for all sequences and read the selected rows in place.
 
@@ -274,7 +284,7 @@ class PackedInPlace(PackedSparse):
         self.own.write(call.keys, call.values, step)
         return self._together(call, step.everyone, step, answers=len(step.single) > 0)
 
-    def answer(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
+    def select_and_attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
         return self._together(call, step.answering, step, answers=True)
 
     def _together(self, call: AttentionCall, tokens: StepTokens, step: PackedStep, *, answers: bool) -> torch.Tensor:
@@ -307,8 +317,8 @@ def packed_layer(layer: StoredLayer, slots: int) -> PackedLayer:
         together = plan.own_prefill or (plan.prefills_densely and layer.conversation is None)
         in_place = layer.exact[0].is_cuda and plan.middle.reachable and together
         if in_place and kernels is not None and kernels.chooses_together(plan.budget):
-            return PackedInPlace(layer, slots)
-        return PackedSparse(layer, slots)
+            return PackedInPlace(layer, slots, plan.dense_from)
+        return PackedSparse(layer, slots, plan.dense_from)
     assert isinstance(layer, DenseLayer)
     return PackedDense(layer, slots)
 

@@ -25,6 +25,7 @@ from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.layer_timer import SettingTimes
 from sparsekv.runtime.benchmark.sources import middle_layer
 from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.decoding.step import step_sizes
 from sparsekv.runtime.decoding.threads import Usage, left_free, usage
 from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
@@ -139,6 +140,27 @@ def choose_faster(
     if not times.prefers_method:
         config = replace(config, attention=Dense(), budget=EVERYTHING, layer_budgets={}, dense_layers=0, origin="")
     return Choice(config, form.name, questions, times, measured)
+
+
+def choose_for_numbers(
+    artifact: Artifact, config: DecodeConfig, slots: int, device: torch.device, dtype: torch.dtype
+) -> tuple[DecodeConfig, list[Choice]]:
+    """Choose from how many answers on a shared step attends densely; `slots` is the largest number of answers.
+
+    Times are those of `choose_faster`, for each of `step_sizes`, from the largest on, until the method is faster.
+
+    Returns:
+        The config with `dense_from`, or the config of dense attention if that is faster for one answer, too; and the
+        choice for each number that was timed. Raises the errors of `choose_faster`.
+    """
+    choices, found = list[Choice](), config
+    for size in step_sizes(slots):
+        choices.append(choose_faster(artifact, config, size, device, dtype))
+        times = choices[-1].times
+        if times.method is None or times.prefers_method:
+            break
+        found = replace(config, dense_from=size) if size > 1 else choices[-1].config
+    return found, choices
 
 
 @dataclass(frozen=True)

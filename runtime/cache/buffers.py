@@ -22,7 +22,8 @@ class ReadRows:
         self.by_kernels = torch.zeros(heads, dtype=torch.int64, device=device)
         self.per_count, self.known, self.dense = 0, 0.0, 0
         self.deferred = False
-        self._step = (0.0, 0)
+        self.step = (0.0, 0)
+        """The host's counts of the last step, or of the step that a CUDA graph replays: rows read, and dense rows."""
 
     def add(self, rows: torch.Tensor | float, middle: int) -> None:
         """Count one decode step.
@@ -36,14 +37,14 @@ class ReadRows:
             known = heads * rows
         else:
             self.counted += rows.sum()
-        self._step = known, 2 * heads * middle
+        self.step = known, 2 * heads * middle
         if not self.deferred:
             self.advance()
 
     def advance(self) -> None:
         """Add the host's count of the last step to the totals."""
-        self.known += self._step[0]
-        self.dense += self._step[1]
+        self.known += self.step[0]
+        self.dense += self.step[1]
 
     def counters(self) -> tuple[torch.Tensor, ...]:
         """Device tensors that a step changes."""
@@ -134,12 +135,13 @@ def captured(
 class ModelGraph:
     """A CUDA graph of a model's decode step, its logits [B, V], and the cache's `buffers()` at the time of capture.
 
-    The logits are for B sequences and V tokens of the vocabulary.
+    The logits are for B sequences and V tokens of the vocabulary. `counts` has `ReadRows.step` of each counter.
     """
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     buffers: tuple[int, ...]
+    counts: tuple[tuple[float, int], ...]
 
 
 LEAST_ROOM = 1024

@@ -11,13 +11,20 @@ from sparsekv.runtime.cache.buffers import ModelGraph, Run, captured, waits
 from sparsekv.runtime.cache.index_cache import Fed, SequenceCache
 
 
+def step_sizes(slots: int) -> list[int]:
+    """Return the numbers of sequences for which steps are captured: all slots, a quarter of them, a sixteenth, ..."""
+    sizes = [slots]
+    while (fewer := -(-sizes[-1] // 4)) < sizes[-1]:
+        sizes.append(fewer)
+    return sizes
+
+
 class DecodeStep:
     """Feeds the newest token of each sequence to a model. Call a step within `route_attention`.
 
-    On a GPU there are CUDA graphs for several numbers of sequences: as many as the cache has slots, a quarter of this
-    number, a sixteenth, and so on. A graph is captured when it is first needed, and again when the cache's
-    buffers have changed. The cache stores the graphs. If a step has fewer sequences than its graph, the last sequence
-    is fed several times, which does not change the result.
+    On a GPU there are CUDA graphs for several numbers of sequences (`step_sizes`). A graph is captured when it is first
+    needed, and again when the cache's buffers have changed. The cache stores the graphs. If a step has fewer sequences
+    than its graph, the last sequence is fed several times, which does not change the result.
 
     Args:
         tokens: number of tokens of the stored context, which precede the tokens of each sequence.
@@ -50,6 +57,8 @@ class DecodeStep:
             cache.advance()
             return logits
         graph.graph.replay()
+        for read, counts in zip(cache.reads, graph.counts, strict=True):
+            read.step = counts  # graphs of other sizes may read other numbers of rows
         cache.advance()
         # Buffers are compared while the device computes this step, so that the next replay can start at once.
         self._valid = graph if graph.buffers == cache.buffers() else None
@@ -57,12 +66,7 @@ class DecodeStep:
 
     def size_of(self, sequences: int, *, capture: bool) -> int:
         """Return the number of tokens that a step feeds for `sequences` sequences, padding included."""
-        if not capture:
-            return sequences
-        size = self.cache.slots
-        while sequences <= -(-size // 4) < size:
-            size = -(-size // 4)
-        return size
+        return min(size for size in step_sizes(self.cache.slots) if size >= sequences) if capture else sequences
 
     def _forward(self, size: int) -> torch.Tensor:
         ids, positions = self.cache.step_input(size, self.tokens)
@@ -88,7 +92,7 @@ class DecodeStep:
             if found is None:
                 cache.graphs.clear()
                 return None
-            cache.graphs[size] = ModelGraph(*found, cache.buffers())
+            cache.graphs[size] = ModelGraph(*found, cache.buffers(), tuple(read.step for read in cache.reads))
         return cache.graphs[size]
 
     def _captured(self, step: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:

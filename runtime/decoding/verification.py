@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.sparse_layer import PackedDense, PackedWhole, SparseLayer
+from sparsekv.runtime.attention.sparse_layer import PackedDense, PackedSparse, SparseLayer
 from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer, SlotRows
@@ -60,7 +60,7 @@ class VerifyingCache(PackedCache):
 
 def _verifying_layer(layer: StoredLayer) -> PackedLayer:
     if isinstance(layer, SparseLayer):
-        return PackedWhole(layer, 1)
+        return PackedSparse(layer, 1, dense_from=1)
     assert isinstance(layer, DenseLayer)
     return PackedDense(layer, 1)
 

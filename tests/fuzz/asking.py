@@ -13,12 +13,13 @@ from sparsekv.runtime.attention.sparse_layer import appends, divides_questions
 from sparsekv.runtime.cache.kept_turns import KeptTurns, TurnStore
 from sparsekv.runtime.decoding.answer import Answer, decoded, question_ids
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.decoding.drafting import DraftingEngine
+from sparsekv.runtime.decoding.drafting import LONGEST, DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import exclusive
+from sparsekv.runtime.decoding.verification import Verification
 from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.tracing.trace import TracedIndex
@@ -27,6 +28,9 @@ from .deeds import deed
 from .oracles import ROUNDING, Wrong, error_of, expect, expect_greedy, plain_over
 from .questions import Checks, fed_with, rounding_decides, stepped, takes_everything
 from .world import World, stored_rows
+
+UNMEASURED = {"guard": None, "ahead": False, "question_prefill": None, "prefill_budget": None}
+"""Options of a case that dense attention refuses are left out."""
 
 
 @deed("batch", 10)
@@ -45,6 +49,12 @@ def batch(world: World, index: OpenIndex) -> None:
         for ids, answer in zip(asked, asker.ask_all(asked, sampling, together=together), strict=True):
             steps = checks.truth(fed_with(ids, answer.ids))[len(ids) - 1 :]
             expect_greedy(steps, answer.ids, f"{kind} batch", f"{number} questions, {together} together")
+    densely = replace(world.config(index, **UNMEASURED), dense_from=1)
+    asker = Session.open(index, densely)
+    if together > 1 and not why_alone(index, densely.attention, asker.cache):
+        for ids, answer in zip(asked, asker.ask_all(asked, sampling, together=together), strict=True):
+            steps = checks.truth(fed_with(ids, answer.ids))[len(ids) - 1 :]
+            expect_greedy(steps, answer.ids, "batch of dense steps", f"{number} questions, {together} together")
     asker = world.asker(index)
     if not why_alone(index, asker.config.attention, asker.cache):
         _copies(world, index, asker, asked[0], number, sampling)
@@ -102,11 +112,13 @@ def _join(world: World, engine: Engine, said: list[torch.Tensor], random: Random
 def lossless(world: World, index: OpenIndex) -> None:
     """Answers from drafts are those of plain transformers, whatever the method drafts and the text repeats."""
     checks, case = Checks(world, index), world.case
-    changes = {"guard": None, "ahead": False, "question_prefill": None, "prefill_budget": None}
-    for config in (choose_config(index.artifact, DENSE), world.config(index, **changes)):
+    in_place = Random(case.more).random() < 0.5
+    for config in (choose_config(index.artifact, DENSE), world.config(index, **UNMEASURED)):
         with suppress(UsageError):  # a state, RoPE that depends on the length, tokens that join the index
             kept = replace(config, lossless=True)
             engine = DraftingEngine(index, index.cache(kept), kept)
+            if in_place:  # as on a GPU
+                engine.verification = Verification(index, engine.sequence_cache, LONGEST + 1)
             asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(2)]
             found = dict(engine.answers([Request(ids, Sampling(4 * case.answer)) for ids in asked]))
             for place, ids in enumerate(asked):

@@ -174,9 +174,9 @@ def test_what_needs_a_named_method_is_refused(place: Path, option: tuple[str, ..
         ("build-index", "doc.txt"),
         ("eval", "doc.txt"),
         ("trace", "Why?"),
-        ("serve", "doc.skv"),
     ],
     ids=lambda command: command[0],
 )
 def test_other_commands_say_where_auto_works(place: Path, command: tuple[str, ...]) -> None:
-    fails(2, *command, "--method", "auto", says=("auto works only as --method of `generate` and `chat`; name ",))
+    says = "auto works only as --method of `generate`, `chat` and `serve`; name "
+    fails(2, *command, "--method", "auto", says=(says,))

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from support.command import run_here
+from support.command import fails, run_here
 from support.serving import Server, serving, user
 
 CHAT = "/v1/chat/completions"
@@ -264,3 +264,28 @@ def test_an_index_that_is_replaced_under_load_answers_as_the_old_or_the_new(indi
             for one in asking:
                 one.result()
     assert set(found) == set(states)
+
+
+def test_steps_of_many_answers_are_dense_where_that_was_measured_to_be_faster(
+    indices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the indices that are open at the start, and of one that is opened later."""
+    for name in ("doc", "raw"):
+        shutil.copytree(indices / f"{name}.skv", tmp_path / "more" / f"{name}.skv")
+    (tmp_path / "more" / "model").symlink_to((indices / "model").resolve())
+    monkeypatch.setenv("SPARSEKV_CACHE", str(tmp_path / "cache"))
+    options = ("more/doc.skv", "--indices-from", "more", "--model", "more/model", "--method", "auto", "--slots", "2")
+    with serving(tmp_path, *options, stderr=str(tmp_path / "notes")) as server:
+        assert "doc.skv: --method auto: " in (tmp_path / "notes").read_text()
+        assert "(2 questions: " in (tmp_path / "notes").read_text()
+        for name in ("doc", "raw"):
+            answer = server.openai().completions.create(model=name, prompt="Why?", max_tokens=3)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 3
+        assert "raw.skv: --method auto: " in (tmp_path / "notes").read_text()
+
+
+@pytest.mark.parametrize("option", [("--placement", "host"), ("--prefill", "quoka")])
+def test_auto_needs_rows_on_the_device_and_no_method_for_questions(place: Path, option: tuple[str, str]) -> None:
+    says = (option[0], "cannot be combined with --method auto")
+    fails(2, "serve", str(place / "doc.skv"), "--method", "auto", *option, says=says)

@@ -13,9 +13,9 @@ from support.small_index import build_small
 
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
-from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.benchmark import faster_attention
-from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster, crowding
+from sparsekv.runtime.benchmark.faster_attention import Choice, choose_faster, choose_for_numbers, crowding
 from sparsekv.runtime.benchmark.sources import asked, asked_by_many, layer_of
 from sparsekv.runtime.decoding.threads import usage
 from sparsekv.runtime.methods.magicpig import MagicPIG
@@ -126,6 +126,35 @@ def test_a_method_that_answers_one_question_at_a_time_is_not_taken_for_several(a
     assert (choice.config.attention.name, choice.times.method) == ("dense", None)
     assert choice.told.endswith("ms a layer; magicpig answers one question at a time; measured now and kept)")
     assert json.loads(next(kept.iterdir()).read_text())["method_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("dense_ms", "timed", "dense_from"),
+    [
+        ({16: 9.0, 4: 9.0, 1: 9.0}, [16], None),
+        ({16: 1.0, 4: 9.0, 1: 9.0}, [16, 4], 16),
+        ({16: 1.0, 4: 1.0, 1: 9.0}, [16, 4, 1], 4),
+        ({16: 9.0, 4: 1.0, 1: 1.0}, [16], None),
+        ({16: 1.0, 4: 1.0, 1: 1.0}, [16, 4, 1], 1),
+    ],
+)
+def test_steps_of_many_answers_are_dense_where_that_is_faster(
+    artifact: Artifact, kept: Path, dense_ms: dict[int, float], timed: list[int], dense_from: int | None
+) -> None:
+    for questions, milliseconds in dense_ms.items():
+        before = set(kept.iterdir()) if kept.exists() else set()
+        chosen(artifact, questions=questions)
+        (file,) = set(kept.iterdir()) - before
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"dense_ms": milliseconds, "method_ms": 5.0}))
+    config, choices = choose_for_numbers(artifact, SQUEEZED, 16, CPU, torch.float32)
+    assert [choice.questions for choice in choices] == timed
+    assert isinstance(config.attention, Dense) == (dense_from == 1)
+    assert config.dense_from == (None if dense_from == 1 else dense_from)
+
+
+def test_a_method_that_cannot_share_steps_answers_alone(artifact: Artifact, kept: Path) -> None:
+    config, choices = choose_for_numbers(artifact, sparse("magicpig", MagicPIG(), Budget(0.2)), 16, CPU, torch.float32)
+    assert (config.attention.name, config.dense_from, len(choices)) == ("magicpig", None, 1)
 
 
 def test_more_questions_than_stored_queries_are_each_their_own(artifact: Artifact) -> None:

@@ -24,7 +24,7 @@ from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedStep, Piece
 from sparsekv.runtime.decoding.answer import Answer, question_ids
-from sparsekv.runtime.decoding.engine import Engine, generate, why_alone
+from sparsekv.runtime.decoding.engine import Engine, Request, generate, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
@@ -111,6 +111,37 @@ def test_each_method_answers_as_it_does_one_by_one(full_index: OpenIndex, name: 
     found = together(full_index, cache, asked, 2)
     assert ids(found) == ids(expected)
     assert [one.prompt_tokens for one in found] == [one.prompt_tokens for one in expected]
+
+
+@pytest.mark.thinned
+@every_second_method
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+@pytest.mark.parametrize("prefill", [Own(), DENSE], ids=["", "prefilled densely"])
+def test_steps_of_many_answers_attend_to_everything(
+    full_index: OpenIndex, name: str, in_place: bool, prefill: Dense | Own
+) -> None:
+    """From two answers on: one that answers on after the others have ended selects again."""
+    asked = [question_ids(full_index, question) for question in QUESTIONS[:3]]
+    config = sparse(name, METHODS[name], Budget(0.1), question=prefill)
+
+    def engine(dense_from: int | None) -> Engine:
+        made = packed(full_index, full_index.cache(replace(config, dense_from=dense_from)), 3)
+        assert isinstance(made.cache, PackedCache)
+        for layer in made.cache.packed:
+            assert isinstance(layer, PackedSparse)
+            layer.in_place = in_place
+        return made
+
+    always = answered(engine(1), asked, GREEDY)
+    assert all(answer.kv_fraction == 1 for answer in always.values())
+    if prefill == DENSE:
+        dense = together(full_index, full_index.dense_cache(), asked, 3)
+        assert [always[number].ids for number in range(3)] == ids(dense)
+    never, from_four = (answered(engine(least), asked, GREEDY) for least in (None, 4))
+    assert {number: one.ids for number, one in from_four.items()} == {number: one.ids for number, one in never.items()}
+    longer = [Request(one, Sampling(max_new_tokens=number)) for one, number in zip(asked, (3, 3, 9), strict=True)]
+    last = dict(engine(2).answers(longer))[2]
+    assert (last.kv_fraction == 1) == (never[2].kv_fraction == 1)
 
 
 @every_second_method

@@ -86,6 +86,28 @@ def test_captured_steps_answer_as_launched_ones(on_gpu: OpenIndex, name: str, re
     assert read[0] == pytest.approx(read[1], rel=0.2)  # a captured step of three is fed one of them twice
 
 
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_steps_of_many_answers_attend_to_everything(on_gpu: OpenIndex, name: str) -> None:
+    """Graphs of six answers do, and those of the two that answer on do not; each counts the rows that it reads."""
+    lengths = [8, 20, 8, 8, 20, 8]
+    asked = [
+        Request(question_ids(on_gpu, question), Sampling(max_new_tokens=length))
+        for question, length in zip(QUESTIONS, lengths, strict=True)
+    ]
+    config = sparse(name, CAPTURED[name], Budget(0.2), question=DENSE, dense_from=6)
+    found = []
+    for capture in (True, False):
+        engine = packed(on_gpu, on_gpu.cache(config), 6)
+        engine.cache.capturing = capture
+        found.append(dict(engine.answers(asked)))
+        assert capture == bool(engine.cache.graphs) or on_gpu.model.config.model_type == "gpt_oss"
+    captured, launched = found
+    for number, answer in captured.items():
+        assert answer.ids == launched[number].ids
+        assert answer.kv_fraction == pytest.approx(launched[number].kv_fraction, rel=0.02)
+        assert (answer.kv_fraction == 1) == (lengths[number] == 8)
+
+
 def test_codes_are_scanned_by_kernels_for_each_question(on_gpu: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a document that is long enough for it: captured as launched, and mostly what torch chooses."""
     asked = [question_ids(on_gpu, question) for question in QUESTIONS]
