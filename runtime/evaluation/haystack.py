@@ -180,13 +180,19 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
     used = largest(lambda number: count(render(units[:number])) <= length, size)
     if used < 0:
         raise UsageError(f"--length {length} is too small for {task}; give more tokens")
-    if used == len(units) and (tokens := count(render(units))) < 0.75 * length:
+    if used == len(units):
+        refuse_short(count(render(units)), length, task)
+    return units[:used]
+
+
+def refuse_short(tokens: int, length: int, task: str) -> None:
+    """Raise UsageError if the context made of the whole text has less than three quarters of the requested length."""
+    if tokens < 0.75 * length:
         shorter = f"--length {tokens}, or " if tokens >= LEAST_SUGGESTED else ""
         raise UsageError(
             f"the text is too short for --task {task}: --length is {length} tokens, and the context made of "
             f"the whole text has {tokens}; give {shorter}a longer text"
         )
-    return units[:used]
 
 
 def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
@@ -443,6 +449,8 @@ class CommonWords(DrawnTask):
         others = largest(lambda some: request.count(render(some)) <= request.length, len(words) - COMMON)
         if others < 1:
             raise UsageError(f"--length {request.length} is too small for cwe; give more tokens")
+        if others == len(words) - COMMON:
+            refuse_short(request.count(render(others)), request.length, "cwe")
         question = Question(COMMON_ASK, tuple(words[:COMMON]), "match-all", 120, COMMON_BEGIN)
         return Context("cwe", f"{request.length} tokens, {number}", render(others), (question,), request.length)
 

@@ -283,6 +283,12 @@ def test_a_text_that_is_too_short_is_refused(name: str) -> None:
         tasks()[name].make(request(text="One short sentence. " * 20))
 
 
+def test_common_words_of_a_text_with_too_few_words_are_refused() -> None:
+    """More words than the text's and the task's own are not made up, so the list would be shorter than it is named."""
+    with pytest.raises(UsageError, match=r"too short for --task cwe: --length is 16000 .* give --length \d+, or a longer"):
+        tasks()["cwe"].make(request(text="One short sentence. " * 2000, length=16_000, contexts=1))
+
+
 @pytest.mark.parametrize(("sentences", "shorter"), [(20, ""), (300, r"--length \d+, or ")])
 def test_a_length_is_suggested_only_if_it_leaves_something_to_index(sentences: int, shorter: str) -> None:
     with pytest.raises(UsageError, match=rf"of the whole text has [\d,]+; give {shorter}a longer text$"):
