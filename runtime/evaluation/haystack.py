@@ -310,8 +310,8 @@ class Needles(DrawnTask):
         hidden = {key: numbers(self.values, drawn) for key in keys}
         needles = [self.wording.needle.format(key=key, value=value) for key in keys for value in hidden[key]]
         drawn.shuffle(needles)
-        offset, of = (number, request.contexts) if self.alone else (0, len(needles))
-        placed = [(request.depth(offset + n, of), needle) for n, needle in enumerate(needles)]
+        offset, of, more = (number, request.contexts, "--contexts") if self.alone else (0, len(needles), "--questions")
+        placed = [(request.depth(offset + n, of, more), needle) for n, needle in enumerate(needles)]
         text = hide(rotated(sentences(request.text), drawn), placed, request, self.wording.introduction, self.name)
         asked = [[key] for key in keys] if self.asked == 1 else [drawn.sample(keys, self.asked) for _ in keys]
         return Context(
