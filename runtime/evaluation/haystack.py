@@ -338,7 +338,7 @@ def hide(units: list[str], needles: list[tuple[float, str]], request: Request, i
 class LoneNeedle(Needles):
     """A needle task whose contexts have one needle and one question each."""
 
-    unread = ("--questions",)
+    unread = ("--questions", "--batch-size")
     alone = True
 
 
@@ -430,7 +430,7 @@ class CommonWords(DrawnTask):
     If the requested length is below LONG tokens, a common word occurs 6 times, and any other word once.
     """
 
-    unread = ("--questions",)
+    unread = ("--questions", "--batch-size")
 
     def draw(self, request: Request, number: int) -> Context:
         known = sorted({*re.findall(r"\b[a-z]{4,10}\b", request.text), *ADJECTIVES, *NOUNS})
@@ -458,7 +458,7 @@ class CommonWords(DrawnTask):
 class FrequentWords(DrawnTask):
     """Lists coded words with frequencies by Zipf's law. The most frequent word is dots, which a model must ignore."""
 
-    unread = ("--questions",)
+    unread = ("--questions", "--batch-size")
     needs_text = False
 
     def draw(self, request: Request, number: int) -> Context:
