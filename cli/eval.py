@@ -22,7 +22,7 @@ from sparsekv.cli.evaluating.recipe import EvalRecipe, answer_by_ray
 from sparsekv.cli.pages.page import write_html
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.runtime.evaluation.engine import check_room, evaluate, indexable, without_index
-from sparsekv.runtime.evaluation.inputs import cut_notes, read_contexts
+from sparsekv.runtime.evaluation.inputs import answer_notes, cut_notes, read_contexts
 from sparsekv.runtime.evaluation.table import Cell, Score, cells, expecting_dense, rows
 from sparsekv.runtime.selection.registry import methods
 
@@ -57,7 +57,7 @@ def evaluate_methods(call: EvalCall) -> None:
     asked, left_out = indexable(comparison, asked)
     for line in left_out:
         note(f"left out: {line}", quiet=options.run.quiet)
-    for line in cut_notes(inputs, comparison, asked):
+    for line in cut_notes(inputs, comparison, asked) + answer_notes(comparison, asked):
         note(line, quiet=options.run.quiet)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each by"
     kept = f"answers are kept in {recipe.work}, and none is computed twice"
