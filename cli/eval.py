@@ -13,6 +13,7 @@ from sparsekv.cli.evaluating.output import (
     evaluation_page,
     evaluation_record,
     note_few_contexts,
+    note_unbuilt,
     note_wrong_baselines,
     print_rows,
     write_answers,
@@ -20,8 +21,8 @@ from sparsekv.cli.evaluating.output import (
 from sparsekv.cli.evaluating.recipe import EvalRecipe, answer_by_ray
 from sparsekv.cli.pages.page import write_html
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.runtime.evaluation.engine import check_room, evaluate, indexable
-from sparsekv.runtime.evaluation.inputs import cut_notes, read_contexts
+from sparsekv.runtime.evaluation.engine import check_room, evaluate, indexable, without_index
+from sparsekv.runtime.evaluation.inputs import answer_notes, cut_notes, read_contexts
 from sparsekv.runtime.evaluation.table import Cell, Score, cells, expecting_dense, rows
 from sparsekv.runtime.selection.registry import methods
 
@@ -56,7 +57,7 @@ def evaluate_methods(call: EvalCall) -> None:
     asked, left_out = indexable(comparison, asked)
     for line in left_out:
         note(f"left out: {line}", quiet=options.run.quiet)
-    for line in cut_notes(inputs, comparison, asked):
+    for line in cut_notes(inputs, comparison, asked) + answer_notes(comparison, asked):
         note(line, quiet=options.run.quiet)
     counted = f"contexts: {len(asked)}, questions: {sum(len(one.questions) for one in asked)}, each by"
     kept = f"answers are kept in {recipe.work}, and none is computed twice"
@@ -66,6 +67,8 @@ def evaluate_methods(call: EvalCall) -> None:
         if options.ray is not None:
             answer_by_ray(recipe, comparison, asked, options.ray, options.workers, show)
         results = expecting_dense(list(evaluate(comparison, asked, recipe.work, show)))
+    if options.keep_indices:
+        note_unbuilt(without_index(comparison, asked, recipe.work), quiet=options.run.quiet)
     about: dict[str, Any] = {"model": comparison.loaded.name, "document": inputs.name, "kv_dtype": options.kv_dtype}
     about |= {"weights": options.weights, "rope_scaling": options.rope_scaling}
     about |= {"seed": options.seed, "work": str(recipe.work)}

@@ -104,6 +104,14 @@ def note_wrong_baselines(rows: Sequence[Score], *, quiet: bool) -> None:
         note(f"{told}; take a larger model or an easier task", quiet=quiet)
 
 
+def note_unbuilt(contexts: int, *, quiet: bool) -> None:
+    """Print a note for --keep-indices, if it kept no index of some contexts because their answers are stored."""
+    if contexts:
+        counted = f"{contexts} context{'s' * (contexts != 1)}"
+        told = f"--keep-indices keeps no index of {counted}: all answers were known, so none was built"
+        note(f"{told}; give another --work to build one", quiet=quiet)
+
+
 def _counted(row: Score) -> str:
     questions, contexts = ("s" if number != 1 else "" for number in (row.questions, row.contexts))
     return f"{row.questions} question{questions} about {row.contexts} context{contexts}"

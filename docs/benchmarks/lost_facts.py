@@ -2,9 +2,9 @@
 
 Usage: lost_facts.py MODEL TEXT [CONTEXTS], for a model of Llama's kind without a soft cap. Contexts are those of `eval
 --task niah-facts --raw --seed 0`, with ten questions each. Queries are those of a run with dense attention, of the
-question's last token and of the answer's tokens. A head is counted at a token if more than a tenth of its attention is
-on the number that answers the question. The number is lost if its token with the most attention is not among the 5% of
-the document that multipole would choose.
+question's last token and of the answer's tokens. Attention here is that to the context, without its first four tokens.
+A head is counted at a token if more than a tenth of this attention is on the number that answers the question. The
+number is lost if its token with the most attention is not among the 5% of the document that multipole would choose.
 """
 
 import sys

@@ -175,6 +175,8 @@ class Measurement:
         return process.returncode == 0
 
 
+OF_A_FILE = {"--task", "--questions", "--seed", "--work", "--answers"}
+"""Options whose values differ between the files of answers of one measurement."""
 COMMANDS = "commands.txt"
 """Names of files of answers, each with the command that wrote it."""
 
@@ -339,12 +341,29 @@ def _turns(answers: Answers) -> list[str]:
 
 
 def _commands(folder: Path, beginning: str, *, turns: bool) -> list[str]:
-    """Return the command of the first file of answers whose name begins so, and the seeds and tasks of the others."""
-    named = [one for one in sorted(last_commands(folder).items()) if one[0].startswith(beginning)]
-    named = [one for one in named if one[0].endswith(TURNS) == turns]
-    others = ", ".join(name.removeprefix(beginning) for name, _ in named[1:])
-    more = f"The other files of answers (seed and task): {others}." if others else ""
-    return [f"Command of `{named[0][0]}`: `{named[0][1]}`", "", more, ""]
+    """Return the commands of the files of answers whose names begin so.
+
+    Of files that differ only in seed and task, the first has its command, and the others are named by seed and task.
+    """
+    known = {name: line for name, line in sorted(last_commands(folder).items()) if name.startswith(beginning)}
+    settings: dict[tuple[str, ...], list[str]] = {}
+    for name, line in known.items():
+        if name.endswith(TURNS) == turns:
+            settings.setdefault(_setting(line), []).append(name)
+    text = []
+    for first, *others in settings.values():
+        named = ", ".join(name.removeprefix(beginning) for name in others)
+        more = f"The other files of answers (seed and task): {named}." if named else ""
+        text += [f"Command of `{first}`: `{known[first]}`", "", more, ""]
+    if len(settings) > 1:
+        text += [f"The answers come from commands of {len(settings)} settings, and the table mixes them.", ""]
+    return text
+
+
+def _setting(line: str) -> tuple[str, ...]:
+    """Return the words of a command without the options by which the commands of one measurement differ."""
+    words = shlex.split(line)
+    return tuple(word for before, word in zip(["", *words], words, strict=False) if not {before, word} & OF_A_FILE)
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -309,6 +309,20 @@ def unanswered(comparison: Comparison, contexts: list[Context], answers: Answers
     return [context for context in contexts if is_missing(context)]
 
 
+def without_index(comparison: Comparison, contexts: list[Context], work: Path) -> int:
+    """Return the number of contexts of which the folder `work` lacks an index, for at least one of the prefills."""
+
+    def lacks(context: Context) -> bool:
+        prompt = comparison.prompt(context.text, bare=context.bare)
+        each = (
+            _Asking(comparison, context, prompt, prefill, Answers(work), work)
+            for prefill in comparison.builder.prefills
+        )
+        return not all(one.folder().exists() for one in each)
+
+    return sum(map(lacks, contexts))
+
+
 MOST_PREFILLED = 8192
 """Maximum number of question tokens of a context whose prefill is kept in host memory.
 
@@ -344,12 +358,12 @@ class _Asking:
                     self._keep(*next(answered), way)
                 yield Result(self.context, question, way, self.answers.known[key], len(self.prompt.input_ids))
         if self.opened is not None:
-            self.opened, kept = None, self._folder().with_suffix(".kept")
+            self.opened, kept = None, self.folder().with_suffix(".kept")
             # The file `.kept` marks an index of a run with `keep`, so that later runs without `keep` leave the index.
             if self.comparison.keep:
                 kept.touch()
             elif not kept.exists():
-                shutil.rmtree(self._folder())
+                shutil.rmtree(self.folder())
 
     def key(self, way: Variant, question: Question) -> str:
         """Return the key under which an answer is stored: a hash of all inputs that determine the answer."""
@@ -517,7 +531,8 @@ class _Asking:
             asked = asdict(question) | ({} if code is None else {"code": code})
         return asked | {"indexer": builder.parameters.get(question.name)} | builder.sample_of(question.name)
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """Return the folder of the index."""
         model = self.comparison.identity[0]
         builder = self.comparison.builder
         # A call with other settings, such as sinks or another query sample, must not reuse the index. Neither must a
@@ -529,8 +544,8 @@ class _Asking:
 
     def _open(self, show: Progress) -> OpenIndex:
         comparison = self.comparison
-        comparison.builder.build(self.prompt, self.prefill, self._folder(), show)
-        artifact = Artifact(self._folder())
+        comparison.builder.build(self.prompt, self.prefill, self.folder(), show)
+        artifact = Artifact(self.folder())
         return open_index(artifact, comparison.loaded.model, comparison.loaded.tokenizer, comparison.identity)
 
     def _config(self, way: Variant) -> DecodeConfig:

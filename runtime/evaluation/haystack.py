@@ -180,13 +180,19 @@ def fill(units: list[str], render: Callable[[list[str]], str], count: CountToken
     used = largest(lambda number: count(render(units[:number])) <= length, size)
     if used < 0:
         raise UsageError(f"--length {length} is too small for {task}; give more tokens")
-    if used == len(units) and (tokens := count(render(units))) < 0.75 * length:
+    if used == len(units):
+        refuse_short(count(render(units)), length, task)
+    return units[:used]
+
+
+def refuse_short(tokens: int, length: int, task: str) -> None:
+    """Raise UsageError if the context made of the whole text has less than three quarters of the requested length."""
+    if tokens < 0.75 * length:
         shorter = f"--length {tokens}, or " if tokens >= LEAST_SUGGESTED else ""
         raise UsageError(
             f"the text is too short for --task {task}: --length is {length} tokens, and the context made of "
             f"the whole text has {tokens}; give {shorter}a longer text"
         )
-    return units[:used]
 
 
 def insert(units: list[str], needles: list[tuple[float, str]]) -> list[str]:
@@ -304,8 +310,8 @@ class Needles(DrawnTask):
         hidden = {key: numbers(self.values, drawn) for key in keys}
         needles = [self.wording.needle.format(key=key, value=value) for key in keys for value in hidden[key]]
         drawn.shuffle(needles)
-        offset, of = (number, request.contexts) if self.alone else (0, len(needles))
-        placed = [(request.depth(offset + n, of), needle) for n, needle in enumerate(needles)]
+        offset, of, more = (number, request.contexts, "--contexts") if self.alone else (0, len(needles), "--questions")
+        placed = [(request.depth(offset + n, of, more), needle) for n, needle in enumerate(needles)]
         text = hide(rotated(sentences(request.text), drawn), placed, request, self.wording.introduction, self.name)
         asked = [[key] for key in keys] if self.asked == 1 else [drawn.sample(keys, self.asked) for _ in keys]
         return Context(
@@ -332,7 +338,7 @@ def hide(units: list[str], needles: list[tuple[float, str]], request: Request, i
 class LoneNeedle(Needles):
     """A needle task whose contexts have one needle and one question each."""
 
-    unread = ("--questions",)
+    unread = ("--questions", "--batch-size")
     alone = True
 
 
@@ -424,7 +430,7 @@ class CommonWords(DrawnTask):
     If the requested length is below LONG tokens, a common word occurs 6 times, and any other word once.
     """
 
-    unread = ("--questions",)
+    unread = ("--questions", "--batch-size")
 
     def draw(self, request: Request, number: int) -> Context:
         known = sorted({*re.findall(r"\b[a-z]{4,10}\b", request.text), *ADJECTIVES, *NOUNS})
@@ -443,6 +449,8 @@ class CommonWords(DrawnTask):
         others = largest(lambda some: request.count(render(some)) <= request.length, len(words) - COMMON)
         if others < 1:
             raise UsageError(f"--length {request.length} is too small for cwe; give more tokens")
+        if others == len(words) - COMMON:
+            refuse_short(request.count(render(others)), request.length, "cwe")
         question = Question(COMMON_ASK, tuple(words[:COMMON]), "match-all", 120, COMMON_BEGIN)
         return Context("cwe", f"{request.length} tokens, {number}", render(others), (question,), request.length)
 
@@ -450,7 +458,7 @@ class CommonWords(DrawnTask):
 class FrequentWords(DrawnTask):
     """Lists coded words with frequencies by Zipf's law. The most frequent word is dots, which a model must ignore."""
 
-    unread = ("--questions",)
+    unread = ("--questions", "--batch-size")
     needs_text = False
 
     def draw(self, request: Request, number: int) -> Context:

@@ -17,6 +17,8 @@ from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose
 
 GENERATED = "generated"
 """Name of the document and of the work folder if all contexts are generated without a text."""
+ASKED_BY_USER = ("qa", "prefixqa")
+"""Tasks whose questions and expected answers are the user's, of any length."""
 DEFAULT_TASKS, PAIRS_TASKS, DEFAULT_LENGTH = ["niah-facts"], ["qa"], 4096
 
 
@@ -190,6 +192,21 @@ def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context
         return [f"{lacking}: they are cut to {tokens:,} tokens; a larger --length or a model with more positions helps"]
     asked = [context for context in contexts if request.pairs and "--pairs" in choose_task(context.task).options]
     return [line for context in asked if (line := cut_note(context, request, inputs.name))]
+
+
+def answer_notes(comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
+    """Return a line about expected answers to the user's questions that exceed the default length of an answer, if any.
+
+    F1 then scores the beginning of an answer against all of an expected answer.
+    """
+    asked = [one for context in contexts if context.task in ASKED_BY_USER for one in context.questions]
+    tokens = [min(len(comparison.loaded.tokenizer.tokenize(text)) for text in one.answers) for one in asked]
+    over = [size for size, one in zip(tokens, asked, strict=True) if size > one.max_new_tokens]
+    if not over or comparison.max_new_tokens is not None:
+        return []
+    has = "1 expected answer has" if len(over) == 1 else f"{len(over):,} expected answers have"
+    longer = f"{has} more than {asked[0].max_new_tokens} tokens, after which a model's answer is cut"
+    return [f"{longer}; --max-new-tokens {max(over)} cuts none"]
 
 
 def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Context]:

@@ -152,6 +152,7 @@ NOTED = [
     ("trace", ASK, "residual", ""),
     ("eval", (*FEW, *QA), "contexts", "2"),
     ("eval", (*FEW, "--task", "niah-single", "--contexts", "1"), "questions", "2"),
+    ("eval", (*FEW, "--task", "niah-single", "--contexts", "1"), "batch-size", "2"),
     *(("eval", (*FEW, "--task", "perplexity", "--contexts", "1"), *one) for one in OF_ANSWERS),
 ]
 """The same, for an option that is harmless: a note says that it has no effect, once."""

@@ -59,3 +59,15 @@ def test_one_question_by_one_variant_is_told_as_one_without_an_interval(place: P
     told = run_here("eval", "doc.txt", "--pairs", "pairs.jsonl", *DENSE, "--length", "900").stderr
     assert "each by 1 variant of attention;" in told
     assert "the intervals of 1 question about 1 context are unknown; ask about 10 contexts or more" in told
+
+
+def test_expected_answers_that_no_answer_can_reach_are_told(place: Path) -> None:
+    """A token of the tiny model is a byte."""
+    _write_pairs("Line 3 says", "Line 3 says " + "much more " * 3, "Line 5 says " + "much more " * 9)
+    default = [part for part in DENSE if part not in ("--max-new-tokens", "1")]
+    few = ("--pairs", "pairs.jsonl", "--length", "900", "--json")
+    told = "2 expected answers have more than 32 tokens, after which a model's answer is cut; --max-new-tokens 102 "
+    for given, notes in ((default, 1), (DENSE, 0)):
+        outcome = run_here("eval", "doc.txt", *few, *given)
+        assert outcome.code == 0, outcome.stderr
+        assert outcome.stderr.count(told) == notes

@@ -283,6 +283,30 @@ def test_a_text_that_is_too_short_is_refused(name: str) -> None:
         tasks()[name].make(request(text="One short sentence. " * 20))
 
 
+@pytest.mark.parametrize(
+    ("name", "needles", "more"),
+    [
+        ("niah-single", 2, "--contexts"),
+        ("niah-facts", 4, "--questions"),
+        ("niah-multikey-2", 3, "--questions"),
+        ("niah-semantic", 3, "--questions"),
+    ],
+)
+def test_depths_that_no_needle_would_have_are_refused(name: str, needles: int, more: str) -> None:
+    depths = tuple(one / 10 for one in range(needles + 1))
+    made = tasks()[name].make(request(depths=depths[:-1], length=2000))
+    asked = [round(one.depth or 0.0, 1) for context in made for one in context.questions]
+    assert name == "niah-facts" or len({*asked}) == needles
+    with pytest.raises(UsageError, match=f"only {needles} needles are hidden; .*, or {more} {needles + 1}$"):
+        tasks()[name].make(request(depths=depths, length=2000))
+
+
+def test_common_words_of_a_text_with_too_few_words_are_refused() -> None:
+    """More words than the text's and the task's own are not made up, so the list would be shorter than it is named."""
+    with pytest.raises(UsageError, match=r"too short for --task cwe: --length is 16000 .* give --length \d+, or "):
+        tasks()["cwe"].make(request(text="One short sentence. " * 2000, length=16_000, contexts=1))
+
+
 @pytest.mark.parametrize(("sentences", "shorter"), [(20, ""), (300, r"--length \d+, or ")])
 def test_a_length_is_suggested_only_if_it_leaves_something_to_index(sentences: int, shorter: str) -> None:
     with pytest.raises(UsageError, match=rf"of the whole text has [\d,]+; give {shorter}a longer text$"):
