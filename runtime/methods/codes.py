@@ -55,7 +55,7 @@ from sparsekv.runtime.selection.interface import (
     single_rows,
 )
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import check_rerank, token_logits
+from sparsekv.runtime.selection.token_choice import check_rerank, rerank_scores, token_logits
 from sparsekv.runtime.selection.wrappers import ResidualClusters, residual_clusters
 
 LARGEST_EXPONENT = 60.0  # upper bound of a logit minus its log-sum-exp: sums of exponentials stay within float32
@@ -383,8 +383,8 @@ class CodesSelector(Selector):
             scores = probability(self.estimates.of(query, found), total, joint=queries.joint)
             best = found.gather(-1, best_tokens(scores, candidates))
         if self.keys is not None and candidates > tokens:
-            exact = probability(token_logits(query, self.keys, best, self.facts), total, joint=queries.joint)
-            best = best.gather(-1, best_tokens(exact, tokens))
+            exact = token_logits(query, self.keys, best, self.facts)
+            best = best.gather(-1, best_tokens(rerank_scores(exact, total, joint=queries.joint), tokens))
         return self._selection(best, lambda: logits, scanned, candidates - tokens)
 
     @property

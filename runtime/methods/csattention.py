@@ -52,7 +52,7 @@ from sparsekv.runtime.selection.interface import (
     single_rows,
 )
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import check_rerank, token_logits
+from sparsekv.runtime.selection.token_choice import check_rerank, rerank_scores, token_logits
 
 FEWEST_KEYS = 2**14  # with fewer keys, launch overhead dominates, and the lists are read without kernels
 
@@ -228,7 +228,7 @@ class TableSelector(Selector):
         if more:
             totals = [one[2] for one in estimated]
             exact = [self._exact(piece, total, candidates) for piece, total in zip(pieces, totals, strict=True)]
-            candidates = candidates.gather(-1, _best(torch.stack(exact).sum(0), tokens))
+            candidates = candidates.gather(-1, _best(torch.stack(exact).logsumexp(0), tokens))
         return candidates, self._rows(lists) + more
 
     def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -250,19 +250,13 @@ class TableSelector(Selector):
         return probability, lists, totals.unflatten(1, (Q, G)).transpose(1, 2)
 
     def _exact(self, piece: "_Piece", totals: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """Compute probabilities of candidates [Hk, Q or 1, S] from exact logits.
-
-        The probabilities are summed over the query heads of a KV head and, if the queries share a selection, over the
-        queries.
+        """Compute the `rerank_scores` [Hk, Q or 1, S] of candidates from exact logits.
 
         Args:
             totals: [Hk, G, Q], the estimated log-sum-exps that `_estimate` returns.
         """
         logits = token_logits(piece.query, self.keys.rows, candidates, self.facts)
-        # The estimated log-sum-exp of all keys may be below the exact log-sum-exp of the candidates alone.
-        totals = torch.maximum(totals, logits.logsumexp(-1))
-        probability = (logits - totals[..., None]).exp().sum(1)
-        return probability.sum(1, keepdim=True) if piece.shared else probability
+        return rerank_scores(logits, totals, joint=piece.shared)
 
     @property
     def _centroid_rows(self) -> float:

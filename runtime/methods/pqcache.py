@@ -24,7 +24,13 @@ from sparsekv.runtime.selection.interface import (
     single_rows,
 )
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import check_rerank, group_probability, token_logits, top_tokens
+from sparsekv.runtime.selection.token_choice import (
+    check_rerank,
+    group_probability,
+    rerank_scores,
+    token_logits,
+    top_tokens,
+)
 
 
 @methods.register("pqcache")
@@ -89,7 +95,7 @@ class PQSelector(Selector):
         best = best_tokens(scores, candidates)
         exact = token_logits(queries.query, self.keys, best, self.facts)
         seen = logits.scatter(-1, best[:, None].expand_as(exact), exact)
-        again = group_probability(seen, queries).gather(-1, best)
-        starts = best.gather(-1, best_tokens(again, tokens))
+        totals = torch.logaddexp(seen.logsumexp(-1), queries.exact_logsumexp())
+        starts = best.gather(-1, best_tokens(rerank_scores(exact, totals, joint=queries.joint), tokens))
         more = candidates - tokens
         return Selection(single_rows(starts), Cost(self.index_rows + more, unshared=more))

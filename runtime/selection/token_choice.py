@@ -174,6 +174,26 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
     return logits.view(Hk, Q, G, -1).transpose(1, 2)
 
 
+def rerank_scores(logits: torch.Tensor, totals: torch.Tensor, *, joint: bool) -> torch.Tensor:
+    """Compute scores by which candidates are re-ranked: logarithms of their probabilities, summed over the group.
+
+    The probabilities themselves can all be 0 in float32, because an estimated log-sum-exp may be far too large. One
+    that is too small would give its query head too much weight.
+
+    Args:
+        logits: [Hk, G, Q, S], exact logits of S candidates.
+        totals: [Hk, G, Q], estimated log-sum-exps of the queries' logits on everything that they attend to. A total
+            below the log-sum-exp of the candidates is raised to it.
+        joint: whether the queries share a selection; probabilities are then summed over the queries, too.
+
+    Returns:
+        [Hk, Q, S], or [Hk, 1, S] for a joint selection.
+    """
+    totals = torch.maximum(totals, logits.logsumexp(-1))
+    scores = (logits - totals[..., None]).logsumexp(1)
+    return scores.logsumexp(1, keepdim=True) if joint else scores
+
+
 def check_rerank(rerank: float) -> None:
     """Raise UsageError unless `rerank`, the number of candidates per token of the budget, is finite and at least 1."""
     if not 1 <= rerank < math.inf:

@@ -231,6 +231,21 @@ def listed_products(query: torch.Tensor, lists: ListCodes) -> tuple[torch.Tensor
     return products, reach
 
 
+def by_reranking(form: MethodSpec, rows: LayerRows, layer: Layer) -> Ways:
+    """By exact logits of all keys, each of which is a candidate: for one query head no estimate matters."""
+    if not hasattr(form.method, "rerank") or form.method.cycle() > 1 or layer.query.shape[1] > 1:
+        return
+    every = replace(form, method=replace(form.method, rerank=layer.keys.shape[1] / layer.tokens))
+    selector = prepare_layer(rows, every, layer.keys.device).selector
+    chosen = selector.select(
+        Queries(layer.query, lambda: layer.positions, lambda: layer.beside, joint=False), Budget(layer.tokens)
+    )
+    estimates, places = layer.logits(layer.query, layer.keys)[:, 0], chosen.rows.expand()[0]
+    for t in range(layer.query.shape[2]):
+        exactly = estimates[:, t]
+        yield Choice("exact logits of all keys", exactly, held_by(exactly, places[:, t]), layer.tokens, EXACTLY)
+
+
 def by_clusters(selector: Selector, layer: Layer) -> Ways:
     """By centroids of clusters, whose rows are in the layout's order."""
     assert isinstance(selector, ClusterSelector)
@@ -418,6 +433,7 @@ def ways_to_choose(world: World, index: OpenIndex) -> Ways:
             layer = asked_layer(world, index, number)
             expect_as_flat(world, form, prepared.selector, rows, layer)
             expect_union(form, prepared.selector, layer)
+            yield from (replace(one, by=f"{name} by {one.by}") for one in by_reranking(form, rows, layer))
             if (ways := CHOOSERS.get(type(prepared.selector))) is not None:
                 yield from (replace(one, by=f"{name} by {one.by}") for one in ways(prepared.selector, layer))
 

@@ -52,6 +52,15 @@ FAULTS = (
         "attention ignores the model's window",
         Patch(HOOK, "softcap, window_of(mask), sink_logits", "softcap, None, sink_logits"),
     ),
+    Fault(
+        "probabilities of re-ranked keys are clamped, so that many are equal",
+        Patch(
+            "runtime/selection/token_choice.py",
+            "(logits - totals[..., None]).logsumexp(1)",
+            "(logits - totals[..., None] + 200).clamp(max=60).logsumexp(1)",
+        ),
+        "choices",
+    ),
     Fault("attention ignores the model's soft cap", Patch(HOOK, 'kwargs.get("softcap"),', "None,")),
     Fault(
         "dense layers choose as the others", Patch(LAYERS, "if layer < self.config.dense_layers and", "if False and")
