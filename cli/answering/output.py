@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from typing import IO, Any, NoReturn, Self
 from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.questions import AnswerStream
-from sparsekv.cli.common.stats import note_cut, print_sources, print_stats
+from sparsekv.cli.common.stats import note_cut, print_sources, print_stats, why_cut
 from sparsekv.cli.common.streams import json_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact
@@ -383,15 +384,15 @@ class Output:
         return {"question": question, **kept, **identity(self.config), "settings": self.settings, **choice}
 
     def _total(self, answers: Sequence[Answer], seconds: float) -> None:
-        """Note how many answers of a batch were cut, if some were and --json is not given.
+        """Note how many answers of a batch were cut, and why, if some were and --json is not given.
 
         With --stats, also note the speed of a batch of several questions.
         """
         asked, tokens = len(answers) - answers.count(NO_ANSWER), sum(one.generated_tokens for one in answers)
-        cut = sum(one.finish_reason == "length" for one in answers)
-        if cut and not self.as_json:
-            told = f"answers that were cut (--max-new-tokens): {cut} of {asked}; --json says which"
-            note(told, quiet=self.quiet)
+        reasons = Counter(why_cut(one, self.sampling.max_new_tokens) for one in answers)
+        for why, cut in sorted(reasons.items()):
+            told = f"answers that were cut ({why}): {cut} of {asked}; --json says which"
+            note(told, quiet=self.quiet or self.as_json or not why)
         if self.stats and asked > 1:
             speed = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second in all"
             note(f"{asked} questions: {speed}", quiet=False)

@@ -108,11 +108,20 @@ def print_sources(answer: "Answer", question: int | None = None) -> None:
     note(f"{named}no source: the answer attended to no passage", quiet=bool(answer.sources))
 
 
+def why_cut(answer: "Answer", most: int) -> str:
+    """Return why an answer was cut: by the limit of `most` tokens, or because the model has no more positions.
+
+    Returns an empty text for an answer that was not cut.
+    """
+    if answer.finish_reason != "length":
+        return ""
+    return "--max-new-tokens" if answer.generated_tokens >= most else "the model has no more positions"
+
+
 def note_cut(answer: "Answer", most: int, *, quiet: bool) -> None:
-    """If an answer was cut, print a note with the reason: `most` tokens, or the model has no more positions."""
-    if answer.finish_reason == "length":
+    """If an answer was cut, print a note with the reason; `most` is as in `why_cut`."""
+    if why := why_cut(answer, most):
         cut = answer.generated_tokens
-        why = "--max-new-tokens" if cut >= most else "the model has no more positions"
         note(f"the answer was cut after {cut:,} token{'s' * (cut != 1)} ({why})", quiet=quiet)
 
 

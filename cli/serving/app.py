@@ -270,20 +270,19 @@ class Api:
         if self.draining:
             raise replace(shut_down(), message="the server shuts down; ask again later", headers={"Retry-After": "1"})
         with api_words():
-            sampling = self._sampling(asked)
-        plain = Submission(
-            index=served.name,
-            config=config,
-            tokens=encoded[0],
-            sampling=sampling,
-            stop=asked.stops,
-            logprobs=asked.alternatives,
-            timeout=self.limits.timeout,
-            sources=asked.sources,
-        )
+            samplings = [self._sampling(asked) for _ in encoded]
         each = [
-            replace(plain, tokens=tokens, sampling=replace(sampling, seed=_moved(sampling.seed, number)))
-            for tokens in encoded
+            Submission(
+                index=served.name,
+                config=config,
+                tokens=tokens,
+                sampling=replace(sampling, seed=_moved(sampling.seed, number)),
+                stop=asked.stops,
+                logprobs=asked.alternatives,
+                timeout=self.limits.timeout,
+                sources=asked.sources,
+            )
+            for tokens, sampling in zip(encoded, samplings, strict=True)
             for number in range(asked.choices)
         ]
         try:
@@ -293,7 +292,7 @@ class Api:
             raise ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=seconds) from None
 
     def _sampling(self, asked: Asked) -> Sampling:
-        """Return the sampling of a request. A request without a seed gets a random seed."""
+        """Return the sampling of one prompt of a request. Without a seed in the request, the seed is random."""
         temperature = self.sampling.temperature if asked.temperature is None else asked.temperature
         top_p = self.sampling.top_p if asked.top_p is None else asked.top_p
         drawn = secrets.randbelow(2**63) if asked.seed is None else asked.seed

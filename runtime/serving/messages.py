@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.formats.documents.continuation import border_behind, plain_end
-from sparsekv.formats.documents.plain_text import encode_after
+from sparsekv.formats.documents.plain_text import Trusted, encode_after, encode_text
 from sparsekv.formats.documents.prompt import begins_with_system, next_turn
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import ChatFrame
@@ -78,12 +78,21 @@ def _check_roles(messages: Sequence[Message]) -> None:
 
 
 def _answer_ids(index: OpenIndex, place: Place, question: torch.Tensor, text: str) -> torch.Tensor:
-    """Encode the text of an answer as it follows the tokens [Q] of its question."""
+    """Encode the text of an answer as it follows the tokens [Q] of its question.
+
+    The text is encoded behind the chat frame's tokens, because such a token may take the white space behind it, and
+    some tokenizers begin the text behind such a token with a space. If the text changes the frame's tokens, it is
+    encoded behind the frame's last plain text.
+    """
+    tokenizer = index.tokenizer
     if place.chat is None:
-        lead = border_behind(index.tokenizer, question.tolist()).lead
+        lead = border_behind(tokenizer, question.tolist()).lead
     else:
-        lead = plain_end(index.tokenizer, place.chat.after)
-    return torch.tensor(encode_after(index.tokenizer, lead, text).ids, dtype=torch.int64)
+        lead, frame = plain_end(tokenizer, place.chat.after), Trusted(place.chat.after)
+        stem, whole = encode_text(tokenizer, frame).ids, encode_text(tokenizer, frame, text).ids
+        if lead != frame and whole[: len(stem)] == stem:
+            return torch.tensor(whole[len(stem) :], dtype=torch.int64)
+    return torch.tensor(encode_after(tokenizer, lead, text).ids, dtype=torch.int64)
 
 
 def _next_place(index: OpenIndex, place: Place, answer: torch.Tensor, number: int) -> Place:

@@ -180,11 +180,16 @@ class Places:
 
     @cached_property
     def _blocks(self) -> tuple[list[int], list[int]]:
-        """The first token of each block, and the number of line breaks before it."""
+        """The first token of each block, and the number of line breaks before it.
+
+        A block begins where a text's lines are counted from. The text before may be cut within a character, whose bytes
+        would be decoded together with the text's first line breaks.
+        """
         edges = [0]
         for token in range(BLOCK, len(self.ids), BLOCK):
             if (edge := self._last_whole(edges[-1], token)) > edges[-1]:
                 edges.append(edge)
+        edges = sorted({*edges, *(one.begin for one in self.texts)})
         return edges, [*accumulate((self._text(*block).count("\n") for block in pairwise(edges)), initial=0)]
 
     def _last_whole(self, least: int, token: int) -> int:

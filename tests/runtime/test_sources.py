@@ -174,6 +174,28 @@ def test_text_that_was_added_has_lines_of_its_own(tmp_path: Path) -> None:
     assert _place(index, "Six is") == "a+3:2"
 
 
+def test_text_that_was_added_behind_a_cut_character_has_its_own_lines(tmp_path: Path) -> None:
+    """The bytes of the cut character and the line breaks behind it are one run of bytes, which is no text."""
+    tokenizer, folder = tokenizer_of("gemma"), tmp_path / "cut.skv"
+    loaded = LoadedModel(build_tiny(LlamaConfig, vocab_size=2048)(), tokenizer, "tiny", None)
+    written = " ".join(f"Sentence {number} is here." for number in range(1, 40))
+    whole = encode_prompt(tokenizer, f"{written} \uac00\ub098\ub2e4")
+    before = len(encode_prompt(tokenizer, f"{written} ").input_ids) - whole.template
+    plan = small_plan(
+        loaded=loaded, prompt=encode_prompt(tokenizer, f"{written} \uac00\ub098\ub2e4", max_tokens=before + 2)
+    )
+    assert str(tokenizer.decode(plan.prompt.input_ids)).endswith("\ufffd")
+    build_index(plan, folder)
+    addition = encode_addition(tokenizer, "One.\nTwo is here.\n", plan.prompt.chat, plan.prompt.border)
+    build_index(growing_plan(Artifact(folder), loaded, addition), folder)
+    index = reopen(plan, folder)
+    texts = token_texts(tokenizer, index.input_ids.tolist())
+    shares = torch.zeros(len(texts), dtype=torch.float64)
+    shares[bisect_right([*accumulate(map(len, texts))], "".join(texts).index("Two is"))] = 1
+    (source,) = Places(index.artifact, tokenizer).sources(shares, 1)
+    assert source.place == "cut+1:2"
+
+
 def _place(index: OpenIndex, text: str) -> str:
     """The source that has all attention at the begin of a text of the prompt, whose tokens are bytes."""
     found = token_texts(index.tokenizer, index.input_ids.tolist())

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from support.command import run_here, shell
+from support.tiny_models import POSITIONS
+
+from sparsekv.formats.index.manifest import read_manifest
 
 ASK = ("generate", "--max-new-tokens", "3", "-q")
 LINES = ("Why?", "", "A\u2028B\x0cC\x1cD\x85E?", " \t", "What is 3 times 3?")
@@ -37,6 +40,11 @@ def test_it_is_told_how_many_answers_were_cut(place: Path) -> None:
     arguments = ("generate", "--max-new-tokens", "3", "--batch-file", "questions.txt")
     assert run_here(*arguments).stderr.endswith("answers that were cut (--max-new-tokens): 2 of 2; --json says which\n")
     assert "were cut" not in run_here(*arguments, "--json").stderr
+    left = POSITIONS - read_manifest(place / "doc.skv").split.tokens
+    Path("questions.txt").write_text(f"Why?\n{'y' * (left - 60)}\n")
+    told = run_here("generate", "--max-new-tokens", "60", "--batch-file", "questions.txt", "--budget", "5%").stderr
+    for why in ("--max-new-tokens", "the model has no more positions"):
+        assert f"answers that were cut ({why}): 1 of 2; --json says which\n" in told
 
 
 def test_an_answer_says_what_prefilled_its_question(place: Path) -> None:

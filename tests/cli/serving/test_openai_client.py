@@ -106,6 +106,14 @@ def test_a_seed_draws_the_same_tokens_again(client: OpenAI) -> None:
     assert drawn() != drawn()
 
 
+def test_equal_prompts_without_a_seed_are_drawn_apart(client: OpenAI) -> None:
+    asked = {"model": "doc@100%", "prompt": ["Line 2", "Line 2"], "max_tokens": 12, "temperature": 1.0}
+    first, second = (one.text for one in client.completions.create(**asked).choices)  # type: ignore[call-overload]
+    assert first != second
+    first, second = (one.text for one in client.completions.create(**asked, seed=3).choices)  # type: ignore[call-overload]
+    assert first == second
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_probabilities_are_of_the_answers_tokens(client: OpenAI, expected: dict[str, Any], stream: bool) -> None:
     asked = {"model": "doc@100%", "messages": [user(QUESTION)], "max_tokens": LONG}
