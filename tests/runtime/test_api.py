@@ -102,6 +102,13 @@ def test_a_text_in_the_place_of_an_index_is_told(folder: Path) -> None:
         api.open_index(folder / "doc.txt")
 
 
+def test_arguments_of_a_report_may_be_iterators(index: api.Index) -> None:
+    expected = index.recall_report(["window"], ["10%"], by=["layer"], questions=[QUESTION])
+    given: list[Any] = [np.array(["window"]), iter(["10%"])]
+    assert index.recall_report(*given, by=iter(["layer"]), questions=iter([QUESTION])) == expected
+    assert len(expected) > 1
+
+
 def test_one_name_and_one_budget_are_lists_of_one(index: api.Index) -> None:
     assert index.recall_report("window", "10%") == index.recall_report(["window"], ["10%"])
     assert index.recall_report("window", 0.1) == index.recall_report(["window"], [0.1])  # type: ignore[arg-type]
