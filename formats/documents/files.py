@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from sparsekv.formats.documents import extracted
 from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
@@ -157,14 +157,15 @@ class SourceTexts:
         Args:
             before: sha256 of each file of the earlier version, by path.
         """
-        reasons = {path: reason for reason, paths in self.left_out.items() for path in paths}
+        reasons = {path.removesuffix("/"): reason for reason, paths in self.left_out.items() for path in paths}
         added = {file.sha256: f"renamed to {file.path}" for file in self.files if file.path not in before}
         here = {file.path for file in self.files}
-        gone = [
-            f"{path} ({reasons.get(path) or added.get(sha256, 'not there')})"
-            for path, sha256 in before.items()
-            if path not in here
-        ]
+
+        def reason(path: str, sha256: str) -> str:
+            of_folder = next((reasons[one] for one in map(str, PurePosixPath(path).parents) if one in reasons), "")
+            return reasons.get(path) or added.get(sha256) or of_folder or "not there"
+
+        gone = [f"{path} ({reason(path, sha256)})" for path, sha256 in before.items() if path not in here]
         return f"{', '.join(gone[:NAMED])}{', ...' * (len(gone) > NAMED)}"
 
 
