@@ -225,7 +225,7 @@ class BuildOptions:
         Args:
             names: the files, folders and patterns that the user named.
         """
-        from sparsekv.formats.documents.files import is_glob  # the module imports pathspec
+        from sparsekv.formats.documents.files import is_glob  # completion and --help need no files
 
         folders = any(os.path.isdir(name) or (self.as_one and is_glob(name)) for name in names)
         for option, given in (("--include", self.include), ("--exclude", self.exclude)):

@@ -239,11 +239,11 @@ class Index:
 
     def recall_report(
         self,
-        names: Sequence[str] = (),
-        budgets: Sequence[str | float] = ("2%", "5%", "10%"),
+        names: Iterable[str] = (),
+        budgets: Iterable[str | float] = ("2%", "5%", "10%"),
         *,
-        by: Sequence[str] = (),
-        questions: Sequence[str] = (),
+        by: Iterable[str] = (),
+        questions: Iterable[str] = (),
         residual: bool = False,
         **parameters: Any,
     ) -> list[dict[str, Any]]:
@@ -269,29 +269,41 @@ class Index:
             ArtifactError: the index is damaged, or dense attention over it is not finite.
         """
         refuse_unknown(parameters, ("names", "budgets", "by", "questions", "residual"))
-        artifact, model = self.opened.artifact, self.opened.model
+        artifact, model, groups, shares = self.opened.artifact, self.opened.model, _texts("by", by), _several(budgets)
+        if unknown := sorted({*groups} - {*GROUPS}):
+            raise UsageError(f"by: a report has no rows by {', '.join(unknown)}; give {' or '.join(GROUPS)}, or both")
         with api_words(), exclusive(model):  # no thread may sync with the GPU while another captures a CUDA graph
-            chosen = {name: methods()[name] for name in methods_of(artifact, _several(names))}
+            check_type("residual", residual, bool)
+            chosen = {name: methods()[name] for name in methods_of(artifact, _texts("names", names))}
             refuse_unused(chosen, parameters, decoding=chosen, answers=False)
-            if not _several(budgets):
+            if not shares:
                 raise UsageError("budgets is empty; give at least one, such as 0.05")
             report = recall_report(
                 artifact,
                 list(chosen),
-                Budget.parse_each(map(str, _several(budgets))),
-                question_queries(self.opened, _several(questions)),
+                Budget.parse_each(map(str, shares)),
+                question_queries(self.opened, _texts("questions", questions)),
                 residual=residual,
                 configured={name: form for name, one in chosen.items() if (form := configured_form(one, parameters))},
                 device=model.device,
             )
-        if unknown := sorted(set(_several(by)) - set(GROUPS)):
-            raise UsageError(f"by: a report has no rows by {', '.join(unknown)}; give {' or '.join(GROUPS)}, or both")
-        return row_records(in_order(report.by(*_several(by))))
+        return row_records(in_order(report.by(*groups)))
 
 
-def _several(given: Sequence[T]) -> Sequence[T]:
-    """Wrap a single text or number in a list; return a sequence unchanged."""
-    return cast(Sequence[T], [given]) if isinstance(given, str | int | float) else given
+def _several(given: Iterable[T] | None) -> list[T]:
+    """Return a list of the elements, or of a single text or number; an empty list for None."""
+    if isinstance(given, str) or not isinstance(given, Iterable | None):
+        return cast(list[T], [given])
+    return [] if given is None else [*given]
+
+
+def _texts(name: str, given: Iterable[str]) -> list[str]:
+    """Return a list of texts as `_several` does. Raises UsageError for an element that is no text."""
+    found = _several(given)
+    for one in found:
+        if not isinstance(one, str):
+            raise UsageError(f"{name} has {one!r}: give a text, or a list of texts")
+    return found
 
 
 def open_index(

@@ -46,10 +46,10 @@ def refuse_unwritable_answers(path: Path | None) -> None:
     """
     if path is None:
         return
+    refuse_impossible_name(path, ANSWERS)
     if path.suffix.lower() != ANSWERS_ENDING:
         named = path.with_suffix(ANSWERS_ENDING)
         raise UsageError(f"{ANSWERS} {path}: answers are lines of JSON, in a file that ends in .jsonl; give {named}")
-    refuse_impossible_name(path, ANSWERS)
     refuse_other_file(path, ANSWERS, "file of answers", ANSWERS_START)
 
 

@@ -208,9 +208,9 @@ def refuse_unwritable_html(path: Path | None) -> None:
         UsageError: the file name has another ending or is not valid, or its folder is missing.
         SparsekvError: a file exists that is no page of sparsekv.
     """
+    refuse_unwritable_page(path, "--html")
     if path is not None and path.suffix.lower() not in ENDINGS:
         raise UsageError(f"--html {path}: the name of a page ends in .html; give {path.with_suffix('.html')}")
-    refuse_unwritable_page(path, "--html")
 
 
 def write_html(page: Page, path: Path, *, quiet: bool) -> None:

@@ -11,13 +11,12 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-
-from pathspec import GitIgnoreSpec
+from pathlib import Path, PurePosixPath
 
 from sparsekv.formats.documents import extracted
 from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
 from sparsekv.formats.documents.encodings import detected_encoding, western_encoding
+from sparsekv.formats.documents.ignore_patterns import Patterns
 from sparsekv.formats.errors import UsageError, reason_of
 from sparsekv.formats.hints import ENDING
 from sparsekv.formats.index.folder import MARKER
@@ -40,10 +39,6 @@ NAMED = 3
 """Number of left-out files that a message names for each reason."""
 IGNORE_FILE = ".gitignore"
 _WILDCARD = re.compile(r"[*?\[]")
-_LAST_STARS = re.compile(r"(?P<before>^!?|/)(?P<stars>\*\*?)(?=/?\s*$)")
-_ONE_NAME = {"*": "?*", "**": "**/?*"}
-"""Patterns of the same entries as `*` and `**` at a pattern's end, which pathspec translates to a match of each entry
-by itself."""
 
 HIDDEN, IGNORED, EXCLUDED, UNLISTED = "hidden", f"ignored by {IGNORE_FILE}", "excluded", "not included"
 INDEX, LINK, SPECIAL, DEEP = "of indices", "linked", "irregular", f"below {MOST_DEPTH} folders"
@@ -77,7 +72,7 @@ class Choice:
         check_encoding(self.encoding)
         self.specs()
 
-    def specs(self) -> dict[str, GitIgnoreSpec]:
+    def specs(self) -> dict[str, Patterns]:
         """Return each pattern as the user wrote it with its option, except patterns that admit what others match."""
         options = ("--include", self.include), ("--exclude", self.exclude)
         named = {f"{option} {pattern}": pattern for option, patterns in options for pattern in patterns}
@@ -162,14 +157,15 @@ class SourceTexts:
         Args:
             before: sha256 of each file of the earlier version, by path.
         """
-        reasons = {path: reason for reason, paths in self.left_out.items() for path in paths}
+        reasons = {path.removesuffix("/"): reason for reason, paths in self.left_out.items() for path in paths}
         added = {file.sha256: f"renamed to {file.path}" for file in self.files if file.path not in before}
         here = {file.path for file in self.files}
-        gone = [
-            f"{path} ({reasons.get(path) or added.get(sha256, 'not there')})"
-            for path, sha256 in before.items()
-            if path not in here
-        ]
+
+        def reason(path: str, sha256: str) -> str:
+            of_folder = next((reasons[one] for one in map(str, PurePosixPath(path).parents) if one in reasons), "")
+            return reasons.get(path) or added.get(sha256) or of_folder or "not there"
+
+        gone = [f"{path} ({reason(path, sha256)})" for path, sha256 in before.items() if path not in here]
         return f"{', '.join(gone[:NAMED])}{', ...' * (len(gone) > NAMED)}"
 
 
@@ -248,29 +244,17 @@ def _glob(pattern: str) -> tuple[Path, str]:
     return Path(root), f"/{'/'.join(parts[fixed:])}"
 
 
-def _spec(patterns: Iterable[str], named: str) -> GitIgnoreSpec:
+def _spec(patterns: Iterable[str], named: str) -> Patterns:
     try:
-        return GitIgnoreSpec.from_lines(patterns)
+        return Patterns.of(patterns)
     except ValueError:
         raise UsageError(
             f"{named}: this is not a valid pattern; give one as in a .gitignore, such as '*.py' or 'docs/**'"
         ) from None
 
 
-_Patterns = Sequence[tuple[bool, re.Pattern[str]]]
-"""Whether a pattern ignores what it matches, and its regular expression, for each pattern."""
-_Rules = tuple[tuple[str, _Patterns], ...]
+_Rules = tuple[tuple[str, Patterns], ...]
 """Patterns of .gitignore files, each with the path of the file's folder, the outermost folder first."""
-
-
-def _of_entries(lines: Iterable[str]) -> _Patterns:
-    """Return patterns whose regular expressions match the whole path of a file or folder, for `_is_ignored`.
-
-    Raises ValueError for an invalid line.
-    """
-    whole = (_LAST_STARS.sub(lambda found: found["before"] + _ONE_NAME[found["stars"]], line) for line in lines)
-    found = GitIgnoreSpec.from_lines(whole).patterns
-    return [(bool(pattern.include), pattern.regex) for pattern in found if pattern.regex is not None]
 
 
 class _Reader:
@@ -280,7 +264,7 @@ class _Reader:
         self._encoding = check_encoding(choice.encoding)
         self._extractor = extractor
         self._include = _spec(choice.include, "") if choice.include else None
-        self._exclude: _Rules = (("", _of_entries(choice.exclude)),)
+        self._exclude: _Rules = (("", _spec(choice.exclude, "")),)
         self._unmatched = choice.specs()
         # Keys are absolute paths.
         self._texts: dict[str, SourceText] = {}
@@ -341,7 +325,7 @@ class _Reader:
                 f"{name} is {reason}; convert it to text in UTF-8, or leave it out, as a pattern in quotes does"
             )
 
-    def walk(self, folder: Path, pattern: GitIgnoreSpec | None = None) -> None:
+    def walk(self, folder: Path, pattern: Patterns | None = None) -> None:
         """Read the files of a folder and its subfolders; with a pattern, only matching files.
 
         Raises:
@@ -391,7 +375,7 @@ class _Reader:
 
     def _match(self, path: str) -> None:
         """Remove the patterns that match a path from those that match nothing. A folder's path ends with a /."""
-        for name in [name for name, spec in self._unmatched.items() if spec.match_file(path)]:
+        for name in [name for name, spec in self._unmatched.items() if spec.choose(path)]:
             del self._unmatched[name]
 
     def _listed(self, descriptor: int, place: "_Place") -> list[os.DirEntry[str]]:
@@ -433,27 +417,28 @@ class _Reader:
             return EXCLUDED
         if folder:
             return ""
-        if not place.has(path) or (self._include is not None and not self._include.match_file(path)):
+        if not place.has(path) or (self._include is not None and not self._include.choose(path)):
             return UNLISTED
         if not entry.is_file(follow_symlinks=False):
             return SPECIAL
         return "" if is_source_path(path) else ODD_NAME
 
-    def _ignored_by(self, descriptor: int, path: str) -> _Patterns:
+    def _ignored_by(self, descriptor: int, path: str) -> Patterns:
         """Read the .gitignore of an open folder. Invalid and slow patterns are skipped, and recorded as left out."""
-        kept: list[tuple[bool, re.Pattern[str]]] = []
+        kept = list[str]()
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
-        lines = data.decode("utf-8-sig", "replace").splitlines() if isinstance(data, bytes) else []
+        lines = data.decode("utf-8-sig", "replace").split("\n") if isinstance(data, bytes) else []
         if not isinstance(data, bytes):
             self._leave_out(data, path)
-        for line in lines:
+        for line in (line.removesuffix("\r") for line in lines):
             try:
                 if not line.startswith("#") and len(re.findall(r"\*+", line)) > MOST_WILDCARDS:
                     raise ValueError
-                kept += _of_entries([line])
+                Patterns.of([line])
+                kept.append(line)
             except ValueError:
                 self._leave_out(WILD, f"{path}: {line[:40]}")
-        return kept
+        return Patterns.of(kept)
 
     def _read_entry(self, descriptor: int, name: str, path: str) -> None:
         self._read(path, lambda: os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor))
@@ -537,10 +522,10 @@ class _Place:
     """The absolute path of a folder that is read, and the pattern that its files must match; None: all files."""
 
     folder: str
-    pattern: GitIgnoreSpec | None
+    pattern: Patterns | None
 
     def has(self, path: str) -> bool:
-        return self.pattern is None or self.pattern.match_file(path)
+        return self.pattern is None or self.pattern.choose(path)
 
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -552,12 +537,8 @@ def _is_ignored(path: str, rules: _Rules) -> bool:
     A pattern has to match the path itself: `!src/` does not admit the files in a folder `src`, which the walk asks for
     one by one. A folder's path ends with a /.
     """
-    for folder, patterns in reversed(rules):
-        below = path.removeprefix(folder)
-        for ignores, pattern in reversed(patterns):
-            if pattern.fullmatch(below):
-                return ignores
-    return False
+    found = (patterns.ignores(path.removeprefix(folder)) for folder, patterns in reversed(rules))
+    return next((ignores for ignores in found if ignores is not None), False)
 
 
 def _content(opener: Callable[[], int], most: int) -> bytes | str:

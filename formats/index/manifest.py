@@ -230,8 +230,8 @@ def manifest_in(folder: Folder) -> Manifest:
 
 def _index_of(documents: Path) -> str:
     """Return a hint for a folder that is not an index: the index of this name beside it, or else how to build one."""
-    beside = with_ending(documents)
-    if (beside / MANIFEST).is_file():
+    named = documents if documents.name else documents.absolute()  # `.` has no name
+    if named.name and ((beside := with_ending(named)) / MANIFEST).is_file():
         return f"name the index beside it, {beside}"
     return f"name an index, or {first_build_hint()}"
 

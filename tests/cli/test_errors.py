@@ -35,6 +35,9 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
     ("arguments", "code", "says"),
     [
         (("build-index", "none.txt"), 2, ("no such file", "none.txt")),
+        *((("inspect", "--index", path), 2, (f"{path or '.'} is a folder, but no index",)) for path in (".", "", "/")),
+        (("recall-report", "--html", "."), 2, ("--html . is a folder",)),
+        (("eval", "doc.txt", "--answers", "."), 2, ("--answers . is a folder",)),
         (("build-index", "-"), 2, ("standard input", "--output")),
         (("build-index", "doc.txt", "--model", "no-such-model"), 2, ("no-such-model", "sparsekv models list")),
         (("build-index", "doc.txt", "--method", "nonsense"), 2, ("'nonsense'", "squeezed")),

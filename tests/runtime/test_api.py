@@ -102,6 +102,13 @@ def test_a_text_in_the_place_of_an_index_is_told(folder: Path) -> None:
         api.open_index(folder / "doc.txt")
 
 
+def test_arguments_of_a_report_may_be_iterators(index: api.Index) -> None:
+    expected = index.recall_report(["window", "quest"], ["10%"], by=["layer"], questions=[QUESTION])
+    given: list[Any] = [np.array(["window", "quest"]), iter(["10%"])]
+    assert index.recall_report(*given, by=iter(["layer"]), questions=iter([QUESTION])) == expected
+    assert len(expected) > 1
+
+
 def test_one_name_and_one_budget_are_lists_of_one(index: api.Index) -> None:
     assert index.recall_report("window", "10%") == index.recall_report(["window"], ["10%"])
     assert index.recall_report("window", 0.1) == index.recall_report(["window"], [0.1])  # type: ignore[arg-type]
@@ -227,6 +234,12 @@ def test_arguments_of_another_type_are_refused(index: api.Index) -> None:
     for given, wanted in ({"page_size": "eight"}, "page_size 'eight'"), ({"residual": "maybe"}, "residual 'maybe'"):
         with pytest.raises(UsageError, match=f"^{wanted}: give "):
             index.asker("quest", **given)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(UsageError, match=r"^residual 'False': give "):
+        index.recall_report("quest", residual="False")  # type: ignore[arg-type]  # that is the point
+    for name in ("names", "by", "questions"):
+        for wrong in (5, [5], [None]):
+            with pytest.raises(UsageError, match=rf"^{name} has (5|None): give a text, or a list of texts$"):
+                index.recall_report(**{name: wrong})  # type: ignore[arg-type]  # that is the point
     asker = index.asker("quest")
     for asked in ({"stop": 3}, {"stop": [None]}, {"logprobs": True}, {"timeout": "x"}):
         with pytest.raises(UsageError, match=": give "):

@@ -303,6 +303,17 @@ def test_a_pattern_admits_what_it_names_alone_as_in_git(tmp_path: Path, patterns
     assert _names(read_folder(tmp_path, Choice())) == read
 
 
+def test_a_file_that_is_gone_has_the_reason_of_its_folder(tmp_path: Path) -> None:
+    names = "a.txt", "build/b.txt", "build/sub/c.txt", "old/d.txt"
+    write_tree(tmp_path, {name: name for name in names})
+    before = {file.path: file.sha256 for file in read_folder(tmp_path, Choice()).files}
+    (tmp_path / "old" / ".sparsekv").touch()
+    (tmp_path / "build" / "b.txt").rename(tmp_path / "f.txt")
+    told = "build/b.txt (renamed to f.txt), build/sub/c.txt (excluded), old/d.txt (of indices)"
+    for pattern in ("build/", "sub"):
+        assert read_folder(tmp_path, Choice(exclude=(pattern,))).told_gone(before) == told
+
+
 def test_patterns_that_match_nothing_are_named(tmp_path: Path) -> None:
     """They may have been meant for files that are read now, or left out. Patterns of ignored and hidden files match."""
     tree = dict.fromkeys(["a.md", "z.txt", "sub/secret.txt", ".git/a", "build/b.md"], "text") | {".gitignore": "build/"}
