@@ -19,7 +19,7 @@ from support.reference import relative_error
 from support.short_memory import check_weights_are_not_blamed
 from support.spawned import run_together
 from support.tiny_models import FAMILIES, save_tiny
-from transformers import T5Config
+from transformers import GptOssConfig, T5Config
 from transformers.utils import logging
 
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -166,6 +166,11 @@ def truncated(folder: Path) -> None:
         (without("config.json"), UsageError, "has no config.json"),
         (with_config("{"), UsageError, "config that cannot be read"),
         (with_config('{"model_type": "no-such-type"}'), UsageError, "config that cannot be read.*no-such-type"),
+        (
+            with_config(json.dumps(GptOssConfig().to_dict() | {"num_hidden_layers": 1})),
+            UsageError,
+            r"config that cannot be read: `num_hidden_layers` \(1\) must be equal",
+        ),
         (
             with_config('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}'),
             UsageError,
