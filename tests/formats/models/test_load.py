@@ -19,7 +19,7 @@ from support.reference import relative_error
 from support.short_memory import check_weights_are_not_blamed
 from support.spawned import run_together
 from support.tiny_models import FAMILIES, save_tiny
-from transformers import GptOssConfig, T5Config
+from transformers import GptOssConfig, T5Config, WhisperConfig
 from transformers.utils import logging
 
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -177,6 +177,11 @@ def truncated(folder: Path) -> None:
             "code of its own, which is not run",
         ),
         (with_config(json.dumps(T5Config().to_dict())), UsageError, r"\(t5\) is not a causal language model"),
+        (
+            with_config(json.dumps(WhisperConfig(is_encoder_decoder=False).to_dict())),
+            UsageError,
+            r"\(whisper\) is an encoder-decoder model, and only models without an encoder can be indexed",
+        ),
         (without("tokenizer.json"), UsageError, "no tokenizer"),
         (without("model.safetensors"), SparsekvError, "weights of .* cannot be loaded: .*no file named"),
         (truncated, SparsekvError, "weights of .* cannot be loaded"),
