@@ -58,7 +58,7 @@ def _with_boxes(part: bytes) -> bytes:
         element = waiting.pop()
         element[:] = list(_read_children(element))
         waiting += element
-    return ElementTree.tostring(root)
+    return ElementTree.tostring(root, encoding="utf-8")
 
 
 _COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
