@@ -58,7 +58,8 @@ def _with_boxes(part: bytes) -> bytes:
         element = waiting.pop()
         element[:] = list(_read_children(element))
         waiting += element
-    return ElementTree.tostring(root, encoding="utf-8")
+    rewritten: bytes = ElementTree.tostring(root, encoding="utf-8")
+    return rewritten
 
 
 _COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
