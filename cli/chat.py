@@ -20,7 +20,7 @@ from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import IndexOption, ModelOption, RunOptions, SpecialTokensOption, WeightsOption
 from sparsekv.cli.common.process import refuse_little_room
-from sparsekv.cli.configuring.sources import Command
+from sparsekv.cli.configuring.sources import Command, left_out
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.registry import methods
@@ -70,7 +70,7 @@ def chat(options: ChatOptions) -> None:
     refuse_little_room()
     artifact, quiet = open_artifact(options.index), options.run.quiet
     config = options.attention.config(artifact)
-    choices = Choices.of(options.attention, artifact, config)
+    choices = Choices.of(options.attention, artifact, config, left_out(options.ctx))
     if options.attention.by_time:
         from sparsekv.cli.answering.faster import take_faster  # the module imports transformers
 

@@ -87,4 +87,4 @@ def generate(options: GenerateOptions) -> None:
 
         turns = [schedule.turn(answer)]
         del schedule  # frees memory for the prefill of the new tokens
-        save_session(opened, options.save_to, turns, **options.encoding, quiet=options.quiet)
+        save_session(opened, options.save_to, turns, config, **options.encoding, quiet=options.quiet)

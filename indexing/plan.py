@@ -32,7 +32,7 @@ from sparsekv.formats.index.schema import (
     stored_parameters,
 )
 from sparsekv.formats.index.writer import HELD_BYTES, ArtifactWriter
-from sparsekv.formats.models.load import LoadedModel
+from sparsekv.formats.models.load import ENCODER_DECODER, LoadedModel, has_encoder
 from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretch_for
 from sparsekv.indexing.capture.team import Team
 from sparsekv.indexing.context_files import context_recipe, state_recipe
@@ -301,6 +301,8 @@ class BuildPlan:
     base: str | None = None
 
     def __post_init__(self) -> None:
+        if has_encoder(self.loaded.model.config):
+            raise UsageError(f"{self.loaded.name} ({self.loaded.model.config.model_type}) {ENCODER_DECODER}")
         self._check_heads()
         for indexer in self.config.methods.values():
             indexer.check_channels(self.head_dim)

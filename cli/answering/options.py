@@ -3,7 +3,7 @@ chat allows."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -35,7 +35,7 @@ from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
 from sparsekv.runtime.selection.interface import Budget, Method
-from sparsekv.runtime.selection.registry import DENSE, methods, methods_of
+from sparsekv.runtime.selection.registry import DENSE, methods, methods_of, unread
 
 if TYPE_CHECKING:  # only ranks need torch.distributed; transformers takes as long as all other imports
     from sparsekv.formats.distributed.group import Ranks
@@ -289,18 +289,33 @@ class Choices:
         budget: the value of the last /budget, or else of --budget; None: each method has its own default.
         parameters: the values of the methods' options, by name.
         residual: whether --residual is given.
+        later: values of `sparsekv.toml` for the options of methods other than the first, by name.
     """
 
     artifact: Artifact
     budget: Budget | None
     parameters: Mapping[str, Any]
     residual: bool
+    later: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: AttentionOptions, artifact: Artifact, config: DecodeConfig) -> Self:
-        """Take the settings from the command line. `config` is the config that was made from the same options."""
-        budget = None if options.budget is None else config.budget
-        return cls(artifact, budget, options.parameters, options.residual)
+    def of(
+        cls, options: AttentionOptions, artifact: Artifact, config: DecodeConfig, left_out: Mapping[str, Any]
+    ) -> Self:
+        """Take the settings from the command line.
+
+        Args:
+            config: the config that was made from the same options.
+            left_out: values of `sparsekv.toml` that the first method does not use, by parameter.
+
+        Raises:
+            UsageError: the budget in `left_out` is not a budget.
+        """
+        budget, residual = None if options.budget is None else config.budget, options.residual
+        if budget is None and (text := left_out.get("budget")) is not None:
+            budget = Budget.parse(text)
+        later = {name: value for name, value in left_out.items() if name in options.parameters}
+        return cls(artifact, budget, options.parameters, residual or bool(left_out.get("residual")), later)
 
     def other_method(self, before: DecodeConfig, name: str) -> DecodeConfig:
         """Return a config for the method `name`, with the user's options for this method, and the user's budget if set.
@@ -309,8 +324,14 @@ class Choices:
         method, and the errors of `choose_config`.
         """
         name, kind = attention_of(self.artifact, name)
-        own = {field.name for field in fields(kind)}
-        kept, dense = {option: value for option, value in self.parameters.items() if option in own}, kind is Dense
+        own, dense = {one.name for one in fields(kind)}, kind is Dense
+        kept, later = (
+            {option: value for option, value in values.items() if option in own}
+            for values in (self.parameters, self.later)
+        )
+        decodes = not isinstance(before.question, Own)
+        asked = kept | later
+        kept |= {option: later[option] for option in later if not unread(kind, option, asked, decodes=decodes)}
         residual = self.residual and not dense
         config = choose_config(self.artifact, name, kept, residual=residual, prefill=before.question.name)
         budget = config.budget if dense or self.budget is None else self.budget

@@ -21,8 +21,11 @@ from sparsekv.indexing.append import (
     stored_indexers,
 )
 from sparsekv.indexing.build import build_index
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.decoding.choose_config import attention_of
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Place, Turn, add_turn
+from sparsekv.runtime.selection.registry import DENSE, changed_options, form_options
 
 
 def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str = "--save-to") -> None:
@@ -45,11 +48,19 @@ def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str =
 
 
 def save_session(
-    opened: OpenIndex, folder: Path, turns: Sequence[Turn], *, raw: bool, special_tokens: bool, quiet: bool
+    opened: OpenIndex,
+    folder: Path,
+    turns: Sequence[Turn],
+    config: DecodeConfig,
+    *,
+    raw: bool,
+    special_tokens: bool,
+    quiet: bool,
 ) -> None:
     """Write a new index over the stored prompt, followed by the questions and answers.
 
     Args:
+        config: the config of the last answer, whose options the suggested `chat` has.
         raw: whether the questions had no chat template around them.
         special_tokens: whether special tokens in the questions kept their meaning.
 
@@ -78,4 +89,26 @@ def save_session(
         again_with = tune_hint(folder, manifest.defaults.target)
         told = "the default that tune found for the old index is not saved in the new one"
         note(f"{told}; find one with {again_with}", quiet=quiet)
-    note(f"saved {folder}; {command('chat', '--index', folder)} goes on with it", quiet=quiet)
+    options = ["--raw"] * raw + ["--special-tokens"] * special_tokens + attention_options(opened.artifact, config)
+    note(f"saved {folder}; {command('chat', '--index', folder, *options)} goes on with it", quiet=quiet)
+
+
+def attention_options(artifact: Artifact, config: DecodeConfig) -> list[str]:
+    """Return the options of `chat` that choose a config; none for the default that `tune` stored in the index."""
+    attention, question, options = config.attention, config.question, list[str]()
+    if config.origin:
+        return options
+    if isinstance(attention, Dense):
+        options += ["--method", DENSE]
+    else:
+        if attention.name != attention_of(artifact, None)[0]:
+            options += ["--method", attention.name]
+        if config.budget != attention.method.default_budget(artifact.manifest.split.middle):
+            options += ["--budget", str(config.budget)]
+        options += form_options(attention)
+    if isinstance(question, QuestionPrefill):
+        options += ["--prefill", question.name, "--prefill-budget", str(question.budget)]
+        options += changed_options(question.method)
+    elif isinstance(question, Own):
+        options += ["--prefill", Own.name]
+    return options + (["--placement", config.placement] if config.placement != "device" else [])

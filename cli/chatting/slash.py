@@ -122,7 +122,7 @@ def save(session: Chat, argument: str) -> None:
     folder = Path(os.path.expanduser(argument))
     refuse_unsavable(talk.index.artifact, folder, session.dtype, "/save")
     encoding = {"raw": talk.raw, "special_tokens": talk.special_tokens}
-    save_session(talk.index, folder, talk.turns, **encoding, quiet=session.quiet)
+    save_session(talk.index, folder, talk.turns, talk.config, **encoding, quiet=session.quiet)
 
 
 @slash("/method NAME", "answer with another method, at its own budget or that of /budget; alone: list them")

@@ -73,6 +73,10 @@ def storage_record(storage: KVStorage | None) -> dict[str, Any] | None:
 
 
 MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller --budget reads less"
+MORE_TOGETHER = (
+    "each query may read parts of the index for itself, and dense attention reads keys and values once for all; a "
+    "smaller --budget or fewer queries together read less"
+)
 
 
 def print_stats(answer: "Answer", question: int | None = None, together: int = 1) -> None:
@@ -86,7 +90,8 @@ def print_stats(answer: "Answer", question: int | None = None, together: int = 1
         told = f"{seconds:.1f} s of these times compiled kernels for this CPU; the next command reads them from disk"
         note(told, quiet=False)
     if answer.kv_fraction > 1:
-        note(f"more than all keys and values: {MORE_THAN_EVERYTHING}", quiet=False)
+        why = MORE_THAN_EVERYTHING if together == 1 else MORE_TOGETHER
+        note(f"more than all keys and values: {why}", quiet=False)
     if answer.layers:
         _print_layers(answer.layers)
 

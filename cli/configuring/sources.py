@@ -81,6 +81,8 @@ def typed_options(ctx: Any, but: Collection[str] = ()) -> list[str]:
     return words
 
 
+LEFT_OUT = "sparsekv.left_out"
+"""Key in a context's `meta`. Its entry is the result of `left_out`."""
 ORIGINS = "sparsekv.origins"
 """Key in a context's `meta`. Its entry has the file and line of each default, by command and by parameter."""
 
@@ -208,7 +210,14 @@ def _panel(option: Any) -> str:
 def _leave_out(ctx: Any, options: list[Any]) -> None:
     for option in options:
         if source_of(ctx, option.name) == "DEFAULT_MAP":
+            ctx.meta.setdefault(LEFT_OUT, {}).setdefault(option.name, ctx.params[option.name])
             ctx.params[option.name] = option.default
+
+
+def left_out(ctx: Any) -> dict[str, Any]:
+    """Return the values of `sparsekv.toml` that this call ignores, by parameter."""
+    found: dict[str, Any] = ctx.meta.get(LEFT_OUT, {})
+    return found
 
 
 def _refuse_unnamed_model(name: str, origin: str) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from sparsekv.cli.common.console import say_csv, say_wrapped
 from sparsekv.cli.common.stats import (
     MORE_THAN_EVERYTHING,
+    MORE_TOGETHER,
     counted_dtype,
     storage_record,
     stored_line,
@@ -143,9 +144,9 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, man
     rows = report.by(*groups)
     show_fitting(report_table(report, groups), LESSER)
     lines = [*legend(rows, manifest), best_line(report, within)]
-    if most := [row for row in rows if row.kv_fraction > 1]:
-        named = dict.fromkeys(row.name for row in most)
-        lines.append(f"kv fraction above 1 ({', '.join(named)}): {MORE_THAN_EVERYTHING}.")
+    for why, of in ((MORE_THAN_EVERYTHING, [1]), (MORE_TOGETHER, {row.together for row in rows} - {1})):
+        if named := dict.fromkeys(row.name for row in rows if row.together in of and row.kv_fraction > 1):
+            lines.append(f"kv fraction above 1 ({', '.join(named)}): {why}.")
     if (stored := stored_line(manifest)) is not None:
         lines.append(f"{stored} The errors above are against dense attention over the stored ones.")
     say_wrapped([*lines, answers])

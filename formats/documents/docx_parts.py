@@ -1,4 +1,4 @@
-"""Prepare the parts of a DOCX file for mammoth, which ignores some elements and the numbers of paragraphs.
+"""Prepare the parts of a DOCX file for mammoth, which ignores some elements, text boxes and the numbers of paragraphs.
 
 The file does not have these numbers. They follow from the rules in `numbering.xml` and the numbered paragraphs before.
 """
@@ -6,7 +6,7 @@ The file does not have these numbers. They follow from the rules in `numbering.x
 import io
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from xml.etree import ElementTree
@@ -35,13 +35,70 @@ def prepared(parts: zipfile.ZipFile) -> io.BytesIO:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         for name in names:
-            part = parts.read(name)
+            part = _with_boxes(parts.read(name))
             folder, _, base = name.rpartition("/")
             rules, styles = (f"{folder}/{one}.xml".lstrip("/") for one in ("numbering", "styles"))
             if re.fullmatch(r"document\d*\.xml", base) and rules in names:
                 part = _numbered(part, _parsed(parts, rules), _parsed(parts, styles))
             archive.writestr(name, _IGNORED.sub(lambda found: found[1] + _RENAMED[found[2].decode()], part))
     return made
+
+
+def _with_boxes(part: bytes) -> bytes:
+    """Return a part in which mammoth reads the text of all text boxes.
+
+    mammoth reads no text of a drawing. Of alternatives it reads the fallback, which may be missing or only a picture.
+    """
+    plain = part.replace(b"\0", b"")  # of a part in UTF-16
+    if b"AlternateContent" not in plain and b"txbxContent" not in plain:
+        return part
+    root = ElementTree.fromstring(part)
+    waiting = [root]
+    while waiting:
+        element = waiting.pop()
+        element[:] = list(_read_children(element))
+        waiting += element
+    rewritten: bytes = ElementTree.tostring(root, encoding="utf-8")
+    return rewritten
+
+
+_COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
+_DRAWING, _BOX, _TEXT = ({f"{{{space}}}{tag}" for space in _WORD} for tag in ("drawing", "txbxContent", "t"))
+
+
+def _read_children(element: ElementTree.Element) -> Iterator[ElementTree.Element]:
+    """Yield an element's children, with one alternative of each alternative content. A drawing with text boxes is
+    replaced by a picture of the older format, of which mammoth reads the text boxes."""
+    waiting = [*reversed(element)]
+    while waiting:
+        child = waiting.pop()
+        if child.tag == f"{_COMPATIBILITY}AlternateContent":
+            waiting += reversed(_alternative(child))
+        elif child.tag in _DRAWING and (boxes := _boxes(child)):
+            picture = ElementTree.Element(child.tag.replace("drawing", "pict"))
+            picture.extend(boxes)
+            yield picture
+        else:
+            yield child
+
+
+def _alternative(element: ElementTree.Element) -> list[ElementTree.Element]:
+    """Return the children of the fallback, or of the first choice if it alone has text or there is no fallback."""
+    fallbacks, choices = (element.findall(f"{_COMPATIBILITY}{tag}") for tag in ("Fallback", "Choice"))
+    branches = [*fallbacks, *choices]
+    with_text = [one for one in branches if any(text.tag in _TEXT and text.text for text in one.iter())]
+    return [*next(iter(with_text or branches), ())]
+
+
+def _boxes(element: ElementTree.Element) -> list[ElementTree.Element]:
+    """Return the contents of the text boxes in a drawing, without those within another text box."""
+    found, waiting = list[ElementTree.Element](), [element]
+    while waiting:
+        if (one := waiting.pop()).tag in _BOX:
+            found.append(one)
+        else:
+            waiting += reversed([*_read_children(one)])
+    return found
 
 
 def _parsed(parts: zipfile.ZipFile, name: str) -> ElementTree.Element:
@@ -75,7 +132,6 @@ class _Paragraphs:
         self._open: list[str] = []  # local names of the open elements; empty for elements of other namespaces
         self._runs: list[tuple[int, str]] = []
         self._waiting = ""
-        self._hidden = 0  # open elements whose paragraphs mammoth does not read
         self._properties: dict[str, str] = {}
         self._joined = False  # the open paragraph is joined to the next one
         self._begin: int | None = None  # offset of the text of the first paragraph that is joined to the open one
@@ -95,7 +151,6 @@ class _Paragraphs:
         self._write()
         space, _, local = name.rpartition(" ")
         tag = local if space in _WORD else ""
-        self._hidden += local == "Choice"
         self._open.append(tag)
         if self._open[-2:] == ["p", "pPr"]:
             self._properties = {}
@@ -104,9 +159,8 @@ class _Paragraphs:
 
     def _end(self, name: str) -> None:
         self._write()
-        space, _, local = name.rpartition(" ")
-        self._hidden -= local == "Choice"
-        if self._open[-2:] == ["p", "pPr"] and not self._hidden:
+        space = name.rpartition(" ")[0]
+        if self._open[-2:] == ["p", "pPr"]:
             self._joined = "del" in self._properties
             gone = not self._properties.keys().isdisjoint(_GONE)
             label = None if gone else self._numbers.next(self._properties)

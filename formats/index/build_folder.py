@@ -189,6 +189,7 @@ class BuildFolder:
         """Replace the manifest, and remove files that the new manifest does not list."""
         data, sealed = manifest_bytes(manifest)
         with self._writing():
+            self._journal.files = dict(manifest.files)
             self._journal.write()
             self._folder.write(MANIFEST, [data])
         self._remove_strays(sealed)
@@ -220,8 +221,11 @@ class BuildFolder:
         except ArtifactError:
             if not self.force:
                 raise
-        self._journal = KeptJournal(self._folder, forget=self.force)
         known = self.base.files if self.base else {}
+        # A build that is killed after it wrote the manifest leaves its journal, which then lists the manifest's files.
+        earlier = read_journal(self._folder)
+        ended = earlier is not None and bool(known) and earlier.files == known
+        self._journal = KeptJournal(self._folder, forget=self.force or ended)
         self.unfinished = sum(known.get(name) != record for name, record in self._journal.files.items())
         # Temporary files of a killed build may be as large as the index. Those with complete chunks of a prefill stay.
         note = self.kept_note

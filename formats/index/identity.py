@@ -49,6 +49,7 @@ KV_FIELDS = (
     "ffn_config.moe_top_k",
     "ffn_config.moe_normalize_expert_weights",
     "rope_parameters",
+    "position_embedding_type",
     "partial_rotary_factor",
     "layer_rope_theta",
     "no_rope_layers",

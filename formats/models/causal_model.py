@@ -5,9 +5,10 @@ Plain weights are read straight into a GPU's memory, or memory-mapped for a CPU.
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeAlias
@@ -148,8 +149,8 @@ def causal_model(
         )
     if ignored := sorted(loaded.ignored):
         raise SparsekvError(
-            f"model '{name}' has {len(ignored)} tensors for layers that lack them by its config (the first: "
-            f"{ignored[0]}); transformers would ignore them: correct the config, or choose another checkpoint"
+            f"model '{name}' has {len(ignored)} tensors that it lacks by its config (the first: {ignored[0]}); "
+            "transformers would ignore them: correct config.json, or choose another checkpoint"
         )
     model: PreTrainedModel = loaded.model.eval()
     return model
@@ -170,23 +171,49 @@ class _Loaded:
 
 
 def _ignored(model: PreTrainedModel, unexpected: Collection[str]) -> list[str]:
-    """Return the tensors of a checkpoint that belong to a layer of the model but not to its architecture, such as a
-    bias that the config denies.
+    """Return the tensors of a checkpoint that the model lacks by its config.
 
-    Other unexpected tensors do not change logits: those of a vision tower, or buffers such as masks. Quantised layers
-    may have scales that they do not need.
+    These are tensors of a layer beyond the config's number of layers, and tensors of a layer of the model that are not
+    in its architecture, such as a bias that the config denies.
+
+    Other unexpected tensors do not change logits: those of a vision tower or of draft layers, or buffers such as masks.
+    Quantised layers may have scales that they do not need.
     """
-    if getattr(model, "hf_quantizer", None) is not None:
-        return []
     modules = dict(model.named_modules())
     blocks = [f"{name}." for name, module in modules.items() if isinstance(modules.get(_above(name)), nn.ModuleList)]
+    layers = {f"{name}.": len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+    quantised = getattr(model, "hf_quantizer", None) is not None
+    # A checkpoint of the model without its head has names without this prefix.
+    named = {key: (key, f"{model.base_model_prefix}.{key}") for key in unexpected}
+    extra = {key: layer for key, names in named.items() if (layer := _beyond(names, layers)) is not None}
+    drafting = {layer for key, layer in extra.items() if DRAFT in key.split(".")}
 
     def counts(key: str) -> bool:
         if (holder := modules.get(_above(key))) is not None:
             return not any(holder.children()) and any(True for _ in holder.parameters())
         return key.endswith((".weight", ".bias")) and key.startswith(tuple(blocks))
 
-    return sorted(filter(counts, unexpected))
+    denied = [] if quantised else [key for key, names in named.items() if any(map(counts, names))]
+    return sorted({*denied, *(key for key, layer in extra.items() if layer not in drafting)})
+
+
+DRAFT = "eh_proj"
+"""Name of a projection that only draft layers for multi-token prediction have. DeepSeek-V3, GLM-4-MoE and others store
+these layers after the model's own, and transformers leaves them out."""
+
+
+def _beyond(names: Collection[str], layers: Mapping[str, int]) -> str | None:
+    """Return the layer of a tensor, such as "model.layers.30", if its list of layers is shorter; None otherwise.
+
+    Args:
+        names: the names that the tensor may have in the model.
+        layers: the lengths of the model's lists of layers, by their names with a dot at the end.
+    """
+    for name, (prefix, length) in product(names, layers.items()):
+        place = name.removeprefix(prefix).partition(".")[0]
+        if name.startswith(prefix) and place.isdecimal() and int(place) >= length:
+            return prefix + place
+    return None
 
 
 def _above(name: str) -> str:

@@ -294,7 +294,8 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = first_line(error)
+        # The first line of the error of a validator names the validator alone.
+        reason = first_line(error.__cause__ or error if isinstance(error, StrictDataclassError) else error)
         if "trust_remote_code" in str(error):
             reason = "it brings code of its own, which is not run"
         raise UsageError(f"model '{name}' has a config that cannot be read: {reason}; choose another model") from None
@@ -302,6 +303,8 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
         raise UsageError(
             f"model '{name}' ({config.model_type}) is not a causal language model; choose one that generates text"
         )
+    if has_encoder(config):
+        raise UsageError(f"model '{name}' ({config.model_type}) {ENCODER_DECODER}")
     if (folder / "adapter_config.json").exists() and not is_peft_available():  # transformers would ignore the adapter
         raise UsageError(
             f"model '{name}' has an adapter, which needs peft: install peft, or merge the adapter into the weights"
@@ -311,6 +314,17 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
     if any(one._attn_implementation not in PLAIN_ATTENTION for one in (config, config.get_text_config())):
         config._attn_implementation = None
     return config
+
+
+ENCODER_DECODER = "is an encoder-decoder model, and only models without an encoder can be indexed: choose another model"
+
+
+def has_encoder(config: "PreTrainedConfig") -> bool:
+    """Whether a config is that of an encoder-decoder model, of which transformers can load the decoder alone.
+
+    The decoder's own config denies it, so that the config's class decides.
+    """
+    return bool(getattr(type(config), "is_encoder_decoder", False))
 
 
 def _tokenizer(folder: Path, name: str) -> "Tokenizer":

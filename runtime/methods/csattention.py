@@ -214,7 +214,8 @@ class TableSelector(Selector):
         pieces = [_Piece(some, beside, queries.joint) for some, beside in split]
         found = [self._choose(some, tokens) for some in ([pieces] if queries.joint else [[one] for one in pieces])]
         starts, rows = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        return Selection(single_rows(starts), Cost(rows, shared=self._centroid_rows))
+        more = self._candidates(tokens) - tokens
+        return Selection(single_rows(starts), Cost(rows, shared=self._centroid_rows, unshared=more))
 
     def _choose(self, pieces: list["_Piece"], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Select rows [Hk, Q or 1, K], ascending: for each query of one piece, or one selection for all pieces.
@@ -223,13 +224,17 @@ class TableSelector(Selector):
         """
         estimated = [self._estimate(piece) for piece in pieces]
         probability, lists = (torch.stack(parts).sum(0) for parts in zip(*(one[:2] for one in estimated), strict=True))
-        candidates = _best(probability, min(self.tables.keys, math.ceil(tokens * self.rerank)))
+        candidates = _best(probability, self._candidates(tokens))
         more = candidates.shape[-1] - tokens
         if more:
             totals = [one[2] for one in estimated]
             exact = [self._exact(piece, total, candidates) for piece, total in zip(pieces, totals, strict=True)]
             candidates = candidates.gather(-1, _best(torch.stack(exact).logsumexp(0), tokens))
         return candidates, self._rows(lists) + more
+
+    def _candidates(self, tokens: int) -> int:
+        """Return the number of tokens of which a search for `tokens` tokens compares the exact logits."""
+        return min(self.tables.keys, math.ceil(tokens * self.rerank))
 
     def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Estimate probabilities [Hk, Q or 1, M] of M tokens, summed over the query heads of a KV head.

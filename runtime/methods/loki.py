@@ -14,7 +14,7 @@ from sparsekv.formats.errors import check_at_least_one
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
+from sparsekv.runtime.selection.token_choice import check_channels, group_probability, top_tokens
 
 
 @methods.register("loki")
@@ -36,7 +36,11 @@ class Loki(Method):
         """Create the selector of a layer.
 
         Allocates [Hk, M, d] in the keys' dtype, and temporarily two copies of the keys in float64.
+
+        Raises:
+            UsageError: heads have fewer channels than `dims`.
         """
+        check_channels("--dims", self.dims, Loki.dims, context.keys.shape[2])
         return LokiSelector(context, self.dims)
 
 

@@ -32,7 +32,7 @@ from sparsekv.runtime.selection.interface import (
     SelectorReport,
 )
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.selection.token_choice import group_probability, token_logits, top_tokens
+from sparsekv.runtime.selection.token_choice import check_channels, group_probability, token_logits, top_tokens
 
 
 @methods.register("sparq")
@@ -63,7 +63,11 @@ class SparQ(Method):
         """Create the selector of a layer.
 
         Allocates a second copy of the keys, channel-major as in the paper, so that single channels can be read.
+
+        Raises:
+            UsageError: heads have fewer channels than `channels`.
         """
+        check_channels("--channels", self.channels, SparQ.channels, context.keys.shape[2])
         return SparQSelector(context, self)
 
 

@@ -135,7 +135,8 @@ class Cost:
     2 rows (key and value) for each selected token.
 
     Several queries together read the rows that are the same for all of them once. `shared` of a query's `index_rows`
-    are such rows, if `index_rows` is a tensor. If it is a number, all rows but `unshared` are.
+    are such rows, if `index_rows` is a tensor. If it is a number, all rows but `unshared` are. `unshared` are rows of
+    single tokens, such as re-ranked keys, of which several queries read at most one for each token.
     """
 
     index_rows: torch.Tensor | float

@@ -200,6 +200,16 @@ def check_rerank(rerank: float) -> None:
         raise UsageError(f"--rerank {rerank:g}: give at least 1, such as 2")
 
 
+def check_channels(option: str, number: int, usual: int, head_dim: int) -> None:
+    """Raise UsageError if a method is to read more numbers of each key than a head has channels.
+
+    Args:
+        usual: the option's default, which stands for all channels of a smaller head.
+    """
+    if number > max(head_dim, usual):
+        raise UsageError(f"{option} {number}: the model's heads have {head_dim} channels; give at most {head_dim}")
+
+
 def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | float) -> Selection:
     """Select the tokens with the highest scores.
 

@@ -45,12 +45,10 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     rows.scatter_(1, torch.where(chosen, place, most), everywhere)
     valid = torch.arange(most, device=chosen.device) < used[:, None]
     read, rest = selection.cost.index_rows, None
+    shared, own = selection.cost.shared, selection.cost.unshared
     if isinstance(read, torch.Tensor):
-        shared = selection.cost.shared
-        read = (read - shared).expand(len(chosen), -1).sum(1, keepdim=True) + shared
-    else:
-        others, own = selection.rows.starts.shape[1] - 1, selection.cost.unshared
-        read += min(others * own, max(0.0, middle - own))
+        read = (read - shared - own).expand(len(chosen), -1).sum(1, keepdim=True) + shared + own
+    read = read + min((selection.rows.starts.shape[1] - 1) * own, max(0.0, middle - own))
     if selection.rest is not None and selection.rest.attended:
         rest = selector.rest_of(chosen)
         read = read if selection.rest.rows_of_union is None else selection.rest.rows_of_union

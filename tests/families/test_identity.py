@@ -18,7 +18,18 @@ from sparsekv.formats.index.identity import identify_model
 
 from .test_families import TABLE
 
-SOME = ("cohere", "gemma2", "gpt_oss", "granite", "granitemoe", "jetmoe", "olmo", "qwen3_moe", "starcoder2")
+SOME = (
+    "cohere",
+    "gemma2",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "jetmoe",
+    "olmo",
+    "qwen3_moe",
+    "starcoder2",
+)
 """Families with multipliers, several norms, experts and clipped rows."""
 NO_NUMBERS = ("output_attentions", "tie_word_embeddings")
 """What a model returns, and which of its weights are one: the identity of the weights has these."""
@@ -54,11 +65,11 @@ def changed(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
 
 
 def given(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """The config with a number for one of its fields without a value, by the name."""
+    """The config with a number or a kind of position for one of its fields without a value, by the name."""
     for name, value in config.get_text_config().to_dict().items():
-        if value is None and not name.endswith("token_id"):
-            with suppress(StrictDataclassError):  # the field takes no such number
-                yield name, _with(config, name, 0.1)
+        for other in (0.1, "rope") if value is None and not name.endswith("token_id") else ():
+            with suppress(StrictDataclassError):  # the field takes no such value
+                yield name, _with(config, name, other)
 
 
 def _with(config: PreTrainedConfig, name: str, value: Any) -> PreTrainedConfig:

@@ -24,7 +24,7 @@ from support.artifacts import (
 from sparsekv.formats.errors import ArtifactError
 from sparsekv.formats.index.growing_file import STAGING
 from sparsekv.formats.index.manifest import JOURNAL, read_manifest
-from sparsekv.formats.index.schema import MANIFEST, TensorRecord
+from sparsekv.formats.index.schema import MANIFEST, Manifest, TensorRecord
 from sparsekv.formats.index.writer import ArtifactWriter
 
 TENSORS = small_files()[CONTEXT]
@@ -66,6 +66,40 @@ def test_a_chunk_that_is_recorded_late_leaves_no_journal_in_a_finished_index(tmp
         writer.finish(small_manifest())
         writer.finished.set()
     assert_no_strays(folder)
+
+
+class Killed(ArtifactWriter):
+    """A build that ends after it wrote the manifest."""
+
+    def _remove_strays(self, manifest: Manifest) -> None:
+        raise KeyboardInterrupt
+
+
+def _prefill_and_finish(writer: ArtifactWriter) -> None:
+    with writer:
+        writer.keep_prefill("0" * 64)
+        writer.write_rows(CONTEXT, TENSORS, RECIPE, 8)
+        writer.chunk_done(8, {"sample.0": torch.zeros(4, 2, 8)})
+        writer.write_rows(CONTEXT, TENSORS, RECIPE, SPLIT.tokens)
+        for name, tensors in small_files().items():
+            writer.write(name, tensors, small_recipe(name, 0, 0))
+        writer.finish(small_manifest())
+
+
+def test_the_journal_of_a_finished_build_is_no_interrupted_one(tmp_path: Path) -> None:
+    """Also if that build had resumed a build of more methods."""
+    with ArtifactWriter(tmp_path) as writer:
+        writer.write(METHOD, TENSORS, RECIPE)
+        writer.write("more.safetensors", TENSORS, RECIPE)
+    with pytest.raises(KeyboardInterrupt):
+        _prefill_and_finish(Killed(tmp_path))
+    assert (tmp_path / JOURNAL).exists()
+    assert_holds(tmp_path)
+    with ArtifactWriter(tmp_path) as after:
+        assert after.unfinished == 0
+        assert after.kept_note is None
+        after.clear_finished()
+    assert_no_strays(tmp_path)
 
 
 def flip_last_byte(path: Path) -> None:

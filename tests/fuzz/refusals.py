@@ -123,6 +123,7 @@ DUE = (
             or any(isinstance(size, int) and size % 2 for size in _options(case, "subspace_size"))
         ),
     ),
+    Due(r"--(?:dims|channels) (\d+): the model's heads have (\d+) channels; give at most", less=False),
     Due(r"--select-layer (\d+): the index has (\d+) layers, counted from 0; give a smaller number", less=False),
     Due(
         "--lookup hierarchical: the index has one level of clusters",

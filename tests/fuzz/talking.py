@@ -124,7 +124,9 @@ def saved(world: World, index: OpenIndex) -> None:
     stored = stored_rows(world.folder / "index.skv", case.layers)
     for number in range(_turns(world) - 1):
         _turn(world, index, one, number, stored, "talk")
-    save_session(index, world.folder / "saved.skv", one.turns, raw=case.raw, special_tokens=False, quiet=True)
+    save_session(
+        index, world.folder / "saved.skv", one.turns, one.config, raw=case.raw, special_tokens=False, quiet=True
+    )
     other = world.open("saved.skv")
     expect(other.input_ids.tolist() == one.before(len(one.turns)).tolist(), "saved ids", "are not those of the talk")
     question = world.question(2)

@@ -143,3 +143,5 @@ def test_a_small_budget_and_reading_more_than_everything_are_told(place: Path) -
     report = run_here("recall-report", "--budget", "100%", "--method", "squeezed", "-q")
     assert "\nkv fraction above 1 (squeezed" in report.stdout
     assert "above 1" not in run_here("recall-report", "--budget", "0.1", "--method", "squeezed", "-q").stdout
+    together = run_here("recall-report", "--budget", "100%", "--method", "squeezed", "--together", "2", "-q")
+    assert "together): each query may read parts of the index for itself" in " ".join(together.stdout.split())

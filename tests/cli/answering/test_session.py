@@ -33,7 +33,7 @@ def saved(folder: Path, prefill: Prefill) -> tuple[Conversation, OpenIndex]:
     talk = Conversation(index, EVERYTHING)
     for question in ("Why?", "And then?"):
         talk.ask(question, SAMPLING)
-    save_session(index, folder / "talk.skv", talk.turns, raw=False, special_tokens=False, quiet=True)
+    save_session(index, folder / "talk.skv", talk.turns, talk.config, raw=False, special_tokens=False, quiet=True)
     loaded = index.loaded
     return talk, open_index(Artifact(folder / "talk.skv"), loaded.model, loaded.tokenizer, identify(loaded))
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.chats import ANSWER, FRAME, PROMPT, answer, chat, cut, prompt_tokens, tokens
@@ -12,9 +13,11 @@ from support.doc_pages import ROOT
 from support.trace_page import read_trace_page
 
 from sparsekv.cli.answering.options import Choices
+from sparsekv.cli.answering.session import attention_options
 from sparsekv.cli.common.streams import printable
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.selection.registry import form_options
 
 COMMANDS = ("/help", "/save", "/method", "/budget", "/stats", "/forget", "/quit", "/trace")
 
@@ -102,6 +105,55 @@ def test_a_setting_changes_and_the_talk_stays(place: Path) -> None:
         assert prompt_tokens(answer(one, "Why?")) == first + ANSWER + tokens(FRAME, "Why?")
         assert "/budget 9% has no effect on window" in answer(one, "/budget 9%")
         one.press("d")
+
+
+def test_options_of_the_file_count_for_a_later_method(place: Path) -> None:
+    """They are also in the command that goes on with a saved talk."""
+    (place / "sparsekv.toml").write_text('[chat]\nmethod = "quest"\ndims = 4\nraw = true\n')
+    with chat(place) as one:
+        answer(one, "/method loki")
+        answer(one, "/budget 25%")
+        answer(one, "Why?")
+        told = "`sparsekv chat --index later.skv --raw --method loki --budget 25% --dims 4` goes on with it"
+        assert told in answer(one, "/save later.skv")
+        one.press("d")
+    (place / "sparsekv.toml").write_text('[chat]\nbudget = "30%"\nresidual = true\n')
+    with chat(place, "--method", "dense", "-i", "doc.skv") as one:
+        assert answer(one, "/method quest") == (
+            "quest at 30% of the document, with --residual; /budget B changes that\n"
+        )
+        one.press("d")
+
+
+def test_an_option_of_the_file_that_a_later_method_does_not_read_is_ignored(built: Path) -> None:
+    artifact = Artifact(built / "doc.skv")
+    later = {"opened": 0.5, "selection": "threshold"}
+    choices = Choices(artifact, None, {"opened": None, "selection": None}, residual=False, later=later)
+    after = choices.other_method(choose_config(artifact, "quest"), "squeezed")
+    assert form_options(after.attention) == ["--selection", "threshold"]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ({}, ""),
+        ({"method": "dense"}, "--method dense"),
+        ({"budget": "10%"}, ""),
+        (
+            {"method": "squeezed", "budget": "40", "parameters": {"selection": "threshold"}},
+            "--method squeezed --budget 40 --selection threshold",
+        ),
+        ({"method": "quest", "residual": True, "prefill": "own"}, "--method quest --residual --prefill own"),
+        (
+            {"prefill": "quoka", "prefill_budget": "9%", "placement": "host"},
+            "--prefill quoka --prefill-budget 9% --placement host",
+        ),
+    ],
+    ids=str,
+)
+def test_the_options_of_a_config_choose_it(built: Path, config: dict[str, Any], options: str) -> None:
+    artifact = Artifact(built / "doc.skv")
+    assert attention_options(artifact, choose_config(artifact, **config)) == options.split()
 
 
 def test_another_method_leaves_the_options_of_prefill_to_prefill(built: Path) -> None:

@@ -4,8 +4,10 @@ import pickle
 import random
 import subprocess
 import sys
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from support.odd_documents import SECRET, docx, mutated, paragraph, pdf, shown, valid, write_folder
@@ -209,6 +211,59 @@ def test_paragraphs_have_the_numbers_that_a_reader_sees(body: str, text: str) ->
 )
 def test_text_in_fields_and_in_other_directions_is_text(body: str, text: str) -> None:
     assert extractors.docx_text(docx(f"<w:p>{body}</w:p>")) == text
+
+
+COMPATIBILITY = 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'
+DRAWING = (
+    'xmlns:wp="http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing" '
+    'xmlns:a="http://schemas.openxmlformats.org/drawingml/2006/main" '
+    'xmlns:wps="http://schemas.microsoft.com/office/word/2010/wordprocessingShape"'
+)
+
+
+def _drawing(content: str) -> str:
+    """A text box as Word writes it since 2010."""
+    box = f"<wps:wsp><wps:txbx><w:txbxContent>{content}</w:txbxContent></wps:txbx></wps:wsp>"
+    graphic = f"<a:graphic><a:graphicData>{box}</a:graphicData></a:graphic>"
+    return f"<w:drawing {DRAWING}><wp:anchor><wp:posOffset>7</wp:posOffset>{graphic}</wp:anchor></w:drawing>"
+
+
+def _picture(text: str) -> str:
+    """A text box in the older format."""
+    box = f"<v:textbox><w:txbxContent>{paragraph(text)}</w:txbxContent></v:textbox>"
+    return f'<w:pict xmlns:v="urn:schemas-microsoft-com:vml"><v:rect>{box}</v:rect></w:pict>'
+
+
+@pytest.mark.parametrize(
+    ("choices", "text"),
+    [
+        (f"<mc:Choice>{{0}}</mc:Choice><mc:Fallback>{_picture('b')}</mc:Fallback>", "a\n\nb\n\nc"),
+        ("<mc:Choice>{0}</mc:Choice>", "a\n\nbox\n\nc"),
+        ("<mc:Choice/><mc:Choice>{0}</mc:Choice><mc:Fallback><w:pict/></mc:Fallback>", "a\n\nbox\n\nc"),
+        (
+            "<mc:Choice><mc:AlternateContent><mc:Choice>{0}</mc:Choice></mc:AlternateContent></mc:Choice>",
+            "a\n\nbox\n\nc",
+        ),
+        ("<mc:Choice><w:t> it is</w:t></mc:Choice>", "a it is\n\nc"),
+        ("<mc:Other>{0}</mc:Other>", "a\n\nc"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_choice_is_read_if_the_fallback_has_no_text(choices: str, text: str, encoding: str) -> None:
+    """Programs other than Word write no fallback, or a picture."""
+    inside = choices.format(_drawing(paragraph("box")))
+    both = f"<mc:AlternateContent {COMPATIBILITY}>{inside}</mc:AlternateContent>"
+    data = docx(f"<w:p><w:r><w:t>a</w:t>{both}</w:r></w:p>{paragraph('c')}")
+    with ZipFile(BytesIO(data)) as parts:
+        document = parts.read("word/document.xml").decode()
+    assert extractors.docx_text(docx("", {"word/document.xml": document.encode(encoding)})) == text
+
+
+def test_text_boxes_of_a_drawing_are_text_with_numbers() -> None:
+    inner = _item("b") + f"<w:p><w:r>{_drawing(_item('c'))}</w:r></w:p>"
+    body = _item("a") + f"<w:p><w:r>{_drawing(inner)}</w:r></w:p>" + _item("d")
+    data = docx(body, {"word/numbering.xml": NUMBERING.encode(), "word/styles.xml": STYLES.encode()})
+    assert extractors.docx_text(data) == "Clause 3: a\nClause 4: b\nClause 5: c\nClause 6: d"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from support.reference import relative_error
 from support.short_memory import check_weights_are_not_blamed
 from support.spawned import run_together
 from support.tiny_models import FAMILIES, save_tiny
-from transformers import T5Config
+from transformers import GptOssConfig, T5Config, WhisperConfig
 from transformers.utils import logging
 
 from sparsekv.formats.errors import SparsekvError, UsageError
@@ -167,11 +167,21 @@ def truncated(folder: Path) -> None:
         (with_config("{"), UsageError, "config that cannot be read"),
         (with_config('{"model_type": "no-such-type"}'), UsageError, "config that cannot be read.*no-such-type"),
         (
+            with_config(json.dumps(GptOssConfig().to_dict() | {"num_hidden_layers": 1})),
+            UsageError,
+            r"config that cannot be read: `num_hidden_layers` \(1\) must be equal",
+        ),
+        (
             with_config('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}'),
             UsageError,
             "code of its own, which is not run",
         ),
         (with_config(json.dumps(T5Config().to_dict())), UsageError, r"\(t5\) is not a causal language model"),
+        (
+            with_config(json.dumps(WhisperConfig(is_encoder_decoder=False).to_dict())),
+            UsageError,
+            r"\(whisper\) is an encoder-decoder model, and only models without an encoder can be indexed",
+        ),
         (without("tokenizer.json"), UsageError, "no tokenizer"),
         (without("model.safetensors"), SparsekvError, "weights of .* cannot be loaded: .*no file named"),
         (truncated, SparsekvError, "weights of .* cannot be loaded"),

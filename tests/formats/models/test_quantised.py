@@ -122,6 +122,17 @@ def test_damaged_quantised_weights_are_named_in_one_line(tmp_path: Path) -> None
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_beyond_the_number_of_the_config_are_refused(tmp_path: Path, kind: str) -> None:
+    folder = save_quantised(tmp_path / "model", kind)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    fewer = {"layer_types": config["layer_types"][:-1]} if "layer_types" in config else {}
+    (folder / "config.json").write_text(json.dumps(config | fewer))
+    with pytest.raises(SparsekvError, match="tensors that it lacks by its config"):
+        load_model(str(folder), device="cpu")
+
+
 def test_several_ranks_refuse_quantised_weights(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(save_quantised(tmp_path / "model", "torchao-int8"))
     with pytest.raises(UsageError, match=r"^model 'tiny' has quantised weights, which are not split over ranks"):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import END, FAMILIES, save_tiny
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     GenerationConfig,
     Llama4Config,
@@ -164,6 +165,35 @@ def test_tensors_of_layers_that_the_config_denies_are_refused(tmp_path: Path, te
     save_file(load_file(weights) | {tensor: torch.ones(3)}, weights, metadata={"format": "pt"})
     with pytest.raises(SparsekvError, match=f"1 tensors .*the first: {tensor}") if refused else nullcontext():
         load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModel], ids=["causal", "base"])
+def test_layers_beyond_the_number_of_the_config_are_refused(tmp_path: Path, family: str, kind: Any) -> None:
+    """transformers would ignore them. A checkpoint of the model without its head has other names."""
+    save_tiny(tmp_path, family)
+    kind.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = {} if kind is AutoModelForCausalLM else {"lm_head.weight": weights["embed_tokens.weight"].clone()}
+    save_file(weights | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    fewer = {name: config[name][:-1] for name in ("layer_types", "no_rope_layers") if config.get(name)}
+    (tmp_path / "config.json").write_text(json.dumps(config | fewer))
+    first = rf"the first: (model\.)?layers\.{config['num_hidden_layers']}\."
+    with pytest.raises(SparsekvError, match=rf"tensors that it lacks by its config \({first}.*correct config.json"):
+        load_model(str(tmp_path), device="cpu")
+
+
+def test_draft_layers_after_the_own_ones_are_left_out(tmp_path: Path) -> None:
+    """DeepSeek-V3 and others store layers for multi-token prediction so."""
+    weights = save_tiny(tmp_path) / "model.safetensors"
+    own = load_file(weights)
+    for tensor in ("eh_proj.weight", "enorm.weight", "self_attn.q_proj.weight", "shared_head.norm.weight"):
+        own[f"model.layers.3.{tensor}"] = torch.ones(3)
+    save_file(own, weights, metadata={"format": "pt"})
+    assert load_model(str(tmp_path), device="cpu").model.config.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])

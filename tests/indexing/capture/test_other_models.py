@@ -117,3 +117,9 @@ def test_a_model_without_kv_heads_is_named(family: str) -> None:
         UsageError, match=rf"tiny-other \({family}\) does not give its number of KV heads in its config"
     ):
         small_plan(loaded=loaded)
+
+
+def test_the_decoder_of_an_encoder_decoder_model_is_named() -> None:
+    loaded = LoadedModel(of_family("whisper"), tiny_tokenizer(), "tiny-other", None)
+    with pytest.raises(UsageError, match=r"tiny-other \(whisper\) is an encoder-decoder model, and only"):
+        small_plan(loaded=loaded)

@@ -201,15 +201,21 @@ def test_between_searches_the_same_tokens_stay_chosen(step: int) -> None:
             assert_close(rows[:, min(query, rows.shape[1] - 1)], expected_rows, 1e-6)
 
 
-def test_queries_that_share_what_they_read_count_the_centroids_once() -> None:
+@pytest.mark.parametrize("share", [0.1, 0.5], ids=["few", "many"])
+@pytest.mark.parametrize("rerank", [1.0, 2.0])
+def test_queries_that_share_what_they_read_count_the_centroids_and_each_reranked_key_once(
+    rerank: float, share: float
+) -> None:
     layer = tabled_layer().layer
-    selector = CSAttention(rerank=1.0).prepare(layer.context)
-    of_one = selector.select(as_queries(layer.queries[:, :, :1]), Budget(6))
-    of_five = selector.select(as_queries(layer.queries[:, :, :1].expand(-1, -1, 5, -1)), Budget(6))
+    selector = CSAttention(rerank=rerank).prepare(layer.context)
+    tokens = round(share * layer.split.middle)
+    of_one = selector.select(as_queries(layer.queries[:, :, :1]), Budget(tokens))
+    of_five = selector.select(as_queries(layer.queries[:, :, :1].expand(-1, -1, 5, -1)), Budget(tokens))
     centroids = 2 * selector.tables.centroids[0].numel() / selector.row_bytes
-    lists = torch.as_tensor(of_one.cost.index_rows) - centroids
+    more = (rerank - 1) * tokens
+    lists = torch.as_tensor(of_one.cost.index_rows) - centroids - more
     read = unite(of_five, selector, layer.split.middle).cost.index_rows
-    assert_close(torch.as_tensor(read), centroids + 5 * lists, 1e-6)
+    assert_close(torch.as_tensor(read), centroids + 5 * lists + min(5 * more, layer.split.middle), 1e-6)
 
 
 def test_a_rewound_layer_and_another_budget_search_anew() -> None:
