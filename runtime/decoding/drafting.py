@@ -40,10 +40,16 @@ With the newest token, the longest draft fills a pass of 16 tokens, the largest 
 """
 KEPT = 0.8
 """Decay: factor of a source's summed seconds and tokens when another step of this source is added."""
-AGAIN = 16
+AGAIN = 64
 """The source that was unused for longest is tried again after this number of steps, times the number of sources."""
+WORTH_IT = 0.85
+"""Largest time of a token by the method, divided by that by dense attention, at which the method drafts.
+
+If dense attention accepts nine of ten tokens, drafts of two tokens take as long as none at this ratio, and longer
+drafts take longer.
+"""
 HOPELESS = 1000
-"""Number of steps without drafts by the method, after its tokens took as long as dense attention's."""
+"""Number of steps without drafts by the method, after its tokens took longer than `WORTH_IT`."""
 
 
 @dataclass
@@ -131,15 +137,16 @@ class Drafter:
     def _by_method(self) -> tuple[int, ...]:
         """Return the lengths of drafts that the method may decode.
 
-        A draft saves time only if the method takes less time for a token than dense attention: even if all drafted
-        tokens are accepted, they must all be decoded. Until this is known, the method decodes only short drafts.
+        A draft saves time only if the method takes less time for a token than dense attention (`WORTH_IT`). Until this
+        is known, the method decodes only short drafts.
         """
         if not self.by_method:
             return ()
         by_method, dense = self.decoding.per_token, self.paces.get(0, Pace()).per_token
         if not by_method:
             return BY_METHOD[:1]
-        hopeless = bool(dense) and by_method >= dense and self.steps - self.decoding.last < HOPELESS
+        slow = bool(dense) and by_method > WORTH_IT * dense
+        hopeless = slow and self.steps - self.decoding.last < HOPELESS
         return () if hopeless else BY_METHOD
 
     def count(self, source: str | int, drafted: int, accepted: int, seconds: float | None) -> None:
