@@ -10,7 +10,7 @@ from pathlib import Path
 from sparsekv.formats.errors import nearest
 
 ENDING = ".skv"
-AUTO_ELSEWHERE = "auto works only as --method of `generate`, `chat` and `serve`"
+AUTO_ELSEWHERE = "auto works only as --method of the commands `generate`, `chat` and `serve`"
 """Reason for which other commands refuse the method `auto`."""
 
 _EXTENSION = re.compile(r"\.(?!v\d+$)[a-z][a-z0-9_+-]*", re.IGNORECASE)

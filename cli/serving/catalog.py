@@ -63,6 +63,7 @@ def described(served: Served) -> ModelSent:
         methods=[*methods_of(artifact), DENSE],
         method=served.config.attention.name,
         budget=served.config.budget.value,
+        dense_from=served.config.dense_from,
     )
     created = int(datetime.fromisoformat(artifact.manifest.created).timestamp())
     return ModelSent(id=served.name, created=created, sparsekv=details)

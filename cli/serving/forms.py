@@ -73,9 +73,15 @@ class About:
     def details(self, each: Sequence[Usage]) -> Details:
         """Return the method, the budget, and the answers' mean KV fraction and missed mass, with sources if asked."""
         read = fmean([one.kv_fraction for one in each if one.steps] or [one.kv_fraction for one in each])
-        method, budget = self.config.attention.name, self.config.budget.value
-        sources = sources_of(each) if self.with_sources else None
-        return Details(method=method, budget=budget, kv_fraction=read, gauge=gauge_of(each), sources=sources)
+        config, sources = self.config, sources_of(each) if self.with_sources else None
+        return Details(
+            method=config.attention.name,
+            budget=config.budget.value,
+            kv_fraction=read,
+            dense_from=config.dense_from,
+            gauge=gauge_of(each),
+            sources=sources,
+        )
 
     def likeliest(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Return log-probabilities by the tokens' texts, the likeliest first.

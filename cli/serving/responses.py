@@ -77,13 +77,17 @@ class SourceSent(Sent):
 
 
 class Details(Sent):
-    """Method and budget of the answers. kv_fraction is the mean share of the document's keys and values read."""
+    """Method and budget of the answers. kv_fraction is the mean share of the document's keys and values read.
 
-    OMITTED = ("gauge", "sources")
+    With dense_from, steps of at least so many answers attended densely.
+    """
+
+    OMITTED = ("dense_from", "gauge", "sources")
 
     method: str
     budget: float | int
     kv_fraction: float
+    dense_from: int | None = None
     gauge: Gauge | None = None
     sources: list[SourceSent] | None = None
 
@@ -205,13 +209,16 @@ class Completion(Sent):
 
 class ModelDetails(Sent):
     """Details of an index: the model that answers, the number of tokens of the document, the methods that can answer,
-    and the default method and budget."""
+    and the default method and budget. With dense_from, steps of at least so many answers attend densely."""
+
+    OMITTED = ("dense_from",)
 
     model: str
     tokens: int
     methods: list[str]
     method: str
     budget: float | int
+    dense_from: int | None = None
 
 
 class ModelSent(Sent):

@@ -375,6 +375,8 @@ def _tell(options: ServeOptions, shelf: Shelf, address: str) -> None:
     for one in shelf.opened():
         config = one.config
         told = f"{one.name}: {one.opened.split.tokens:,} tokens; {config.attention.name}, budget {config.budget}"
+        if config.dense_from is not None:
+            told += f"; dense attention from {config.dense_from} answers at once on"
         note(told, quiet=options.quiet)
     say(address)
     flush_streams()

@@ -178,5 +178,5 @@ def test_what_needs_a_named_method_is_refused(place: Path, option: tuple[str, ..
     ids=lambda command: command[0],
 )
 def test_other_commands_say_where_auto_works(place: Path, command: tuple[str, ...]) -> None:
-    says = "auto works only as --method of `generate`, `chat` and `serve`; name "
+    says = "auto works only as --method of the commands `generate`, `chat` and `serve`; name "
     fails(2, *command, "--method", "auto", says=(says,))
