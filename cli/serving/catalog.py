@@ -47,7 +47,7 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
     written = budget if own.budget is None else str(own.budget)
     try:
         with api_words():
-            config = config_of(served, method or own.method, written, own.prefill, gauge=own.gauge)
+            config = config_of(served, method or own.method, written, own.prefill, gauge=bool(own.gauge))
             return served, _gauged(served, config) if own.gauge else config
     except UsageError as error:
         param = "model" if method or budget else "sparsekv"

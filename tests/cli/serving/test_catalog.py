@@ -1,7 +1,6 @@
 """Configs of requests, by the fields that they set."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.configs import sparse
