@@ -47,7 +47,7 @@ async def find(shelf: Shelf, model: str, extension: Extension | None = None) -> 
     written = budget if own.budget is None else str(own.budget)
     try:
         with api_words():
-            config = config_of(served, method or own.method, written, own.prefill)
+            config = config_of(served, method or own.method, written, own.prefill, gauge=bool(own.gauge))
             return served, _gauged(served, config) if own.gauge else config
     except UsageError as error:
         param = "model" if method or budget else "sparsekv"
@@ -99,17 +99,28 @@ def unknown(shelf: Shelf, model: str, param: str = "model") -> ApiError:
 
 
 def config_of(
-    served: Served, method: str | None = None, budget: str | None = None, prefill: str | None = None
+    served: Served,
+    method: str | None = None,
+    budget: str | None = None,
+    prefill: str | None = None,
+    *,
+    gauge: bool = False,
 ) -> DecodeConfig:
     """Return the config of a request. An argument is None if the request does not set it.
 
-    Dense attention does not use the method that `--prefill` of the server names.
+    Dense attention does not use the method that `--prefill` of the server names. Where the server takes dense attention
+    because it is faster, a budget, a gauge or a method in `prefill` still needs the method.
+
+    Args:
+        gauge: whether the request needs a method that estimates its missed mass. The config does not measure it yet.
 
     Raises:
         UsageError: the method or the prefill does not exist, the budget is not valid, or the values contradict each
             other.
     """
-    config, artifact, given = served.config, served.opened.artifact, budget
+    artifact, given, named = served.opened.artifact, budget, prefill_method(served.opened.artifact, prefill)
+    needs_method = budget is not None or named or gauge
+    config = served.by_method if needs_method and isinstance(served.config.attention, Dense) else served.config
     if method is not None:
         _, kind = attention_of(artifact, method)
         if budget is None and kind is not Dense:
@@ -122,7 +133,6 @@ def config_of(
         config = replace(config, budget=Budget.parse(budget), layer_budgets={}, dense_from=None, origin="")
     refuse_idle_budget(config.attention, "--budget", given)
     if prefill is not None:
-        named = prefill_method(artifact, prefill)
         config = replace(config, question=question_prefill(prefill, None, named, {}))
     if isinstance(config.attention, Dense) and isinstance(config.question, QuestionPrefill):
         refuse_beside_dense({"--prefill": prefill})

@@ -240,7 +240,8 @@ def run(options: ServeOptions) -> None:
         note_broken(options.indices_from)
     states = {name: state_of(folder) for name, folder in folders.items()}
     artifacts = {name: open_artifact(folder, called="INDEX") for name, folder in folders.items()}
-    configs = {name: _config(options, artifact) for name, artifact in artifacts.items()}
+    by_method = {name: _by_method(options, artifact) for name, artifact in artifacts.items()}
+    configs = {name: _by_time(options, artifact, by_method[name]) for name, artifact in artifacts.items()}
     sampling = SamplingOptions(max_new_tokens=options.max_new_tokens, temperature=options.temperature).make()
     listening = bind(options.host, options.port)
     limits = _limits(options)
@@ -253,17 +254,18 @@ def run(options: ServeOptions) -> None:
 
     def open_later(name: str, folder: Path) -> Served:
         artifact = open_artifact(folder)
-        index = beside(artifact)
-        return Served(name, index, _config(options, artifact, exclusive(index.model)), options.budget)
+        index, by_method = beside(artifact), _by_method(options, artifact)
+        config = _by_time(options, artifact, by_method, exclusive(index.model))
+        return Served(name, index, config, by_method, options.budget)
 
     # One thread, because encoding changes a tokenizer's settings, so two threads must not encode at once.
     executor, memory = ThreadPoolExecutor(1, "encoder"), _memory(options, opened)
     scheduler = Scheduler({}, slots=options.slots, queue=options.max_queue, memory=memory)
     shelf = Shelf(scheduler, open_later, executor, options.indices_from, memory)
-    shelf.put(Served(first, opened, configs[first], options.budget), folders[first], states[first])
+    shelf.put(Served(first, opened, configs[first], by_method[first], options.budget), folders[first], states[first])
     for name in others:
         index = beside(artifacts.pop(name))
-        shelf.put(Served(name, index, configs[name], options.budget), folders[name], states[name])
+        shelf.put(Served(name, index, configs[name], by_method[name], options.budget), folders[name], states[name])
     if opened.kept is None:  # if the first index is kept, `sparsekv start` has prepared its cache and kernels
         for served in shelf.opened():
             scheduler.warm_up(served.name, config_of(served))
@@ -296,27 +298,34 @@ def _named(options: ServeOptions) -> list[Path]:
     return [found]
 
 
-def _config(
-    options: ServeOptions, artifact: Artifact, alone: AbstractContextManager[object] | None = None
-) -> DecodeConfig:
-    """Return the config of requests that set no method, budget or prefill.
+def _by_method(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
+    """Return the config that the options name; with `auto`, the config to compare with dense attention.
 
-    `alone` is a context in which nothing else uses the device; None: nothing does. Raises UsageError for an option that
-    cannot be combined with `auto`, and the errors of `choose_config` and `take_faster_for_numbers`.
+    Raises UsageError for an option that cannot be combined with `auto`, and the errors of `choose_config`.
     """
-    by_time, given = options.method == AUTO, options.budget is not None or options.prefill is not None
-    if by_time:
+    if by_time := options.method == AUTO:
         refuse_with_auto(placement=options.placement, prefill=options.prefill)
-    config = choose_config(
+    return choose_config(
         artifact,
         None if by_time else options.method,
         budget=options.budget,
         prefill=options.prefill,
         placement=options.placement,
     )
+
+
+def _by_time(
+    options: ServeOptions, artifact: Artifact, config: DecodeConfig, alone: AbstractContextManager[object] | None = None
+) -> DecodeConfig:
+    """Return the config of requests that set no method, budget or prefill: the config of `_by_method`, or a faster one.
+
+    `alone` is a context in which nothing else uses the device; None: nothing does. Raises the errors of
+    `take_faster_for_numbers`.
+    """
+    given = options.budget is not None or options.prefill is not None
     on_gpu = options.placement == "device" and choose_device(options.device).type == "cuda"
     by_default = on_gpu and options.method is None and not given
-    if isinstance(config.attention, Dense) or not (by_time or by_default):
+    if isinstance(config.attention, Dense) or not (options.method == AUTO or by_default):
         return config
     named = options.slots, options.device, options.dtype
     return take_faster_for_numbers(artifact, config, *named, alone=alone, quiet=options.quiet)

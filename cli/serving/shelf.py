@@ -98,6 +98,8 @@ class Served:
     """An open index, and the config of requests that name no method, budget or prefill.
 
     Attributes:
+        by_method: the config of requests that name no method, but need one, if `config` is dense attention because that
+            is faster; otherwise `config`.
         budget: the budget of the command line, used with every method but `dense`; None: the default budget of each
             method.
     """
@@ -105,6 +107,7 @@ class Served:
     name: str
     opened: OpenIndex
     config: DecodeConfig
+    by_method: DecodeConfig
     budget: str | None
 
 

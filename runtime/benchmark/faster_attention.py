@@ -80,13 +80,15 @@ class Choice:
         """The choice, both times and their origin, as a line for the user."""
         asked = f"{self.questions} question{'s' * (self.questions != 1)}"
         dense, method = f"{self.times.dense:.3g} ms", self.times.method
+        taken = "dense attention" if isinstance(self.config.attention, Dense) else self.method
         if method is None:
             apart = "answers one question at a time" if self.questions > 1 else "has no CUDA graph"
-            taken, why = "dense attention", f"{dense} a layer; {self.method} {apart}"
+            of_dense = f"{dense} a layer" if taken != self.method else f"dense attention {dense} a layer"
+            why = f"{of_dense}; {self.method} {apart}"
         elif self.times.prefers_method:
-            taken, why = self.method, f"{method:.3g} ms a layer, dense attention {dense}"
+            why = f"{method:.3g} ms a layer, dense attention {dense}"
         else:
-            taken, why = "dense attention", f"{dense} a layer, {self.method} {method:.3g} ms"
+            why = f"{dense} a layer, {self.method} {method:.3g} ms"
         return f"--method auto: {taken} ({asked}: {why}; {self.measured})"
 
     def record(self) -> dict[str, Any]:
@@ -147,7 +149,8 @@ def choose_for_numbers(
 ) -> tuple[DecodeConfig, list[Choice]]:
     """Choose from how many answers on a shared step attends densely; `slots` is the largest number of answers.
 
-    Times are those of `choose_faster`, for each of `step_sizes`, from the largest on, until the method is faster.
+    Times are those of `choose_faster`, for each of `step_sizes`, from the largest on, until the method is faster, or
+    until the time of its step is not known (`StepTimes`).
 
     Returns:
         The config with `dense_from`, or the config of dense attention if that is faster for one answer, too; and the
@@ -158,6 +161,7 @@ def choose_for_numbers(
         choices.append(choose_faster(artifact, config, size, device, dtype))
         times = choices[-1].times
         if times.method is None or times.prefers_method:
+            choices[-1] = replace(choices[-1], config=config)
             break
         found = replace(config, dense_from=size) if size > 1 else choices[-1].config
     return found, choices

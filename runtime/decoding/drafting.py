@@ -7,6 +7,7 @@ differs from the draft. So the answer is that of dense attention, greedy or samp
 """
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 
@@ -215,27 +216,32 @@ class DraftingEngine(Engine):
         sequence = self.active.get(0)
         if sequence is None or not sequence.answer:
             return super().run_step()
-        began, room = time.perf_counter(), sequence.longest - len(sequence.answer) - 1
+        spent, room = self._stopwatch(), sequence.longest - len(sequence.answer) - 1
         found = self.drafter.from_text([*sequence.question, *sequence.answer])[: max(0, room)]
         source = self.drafter.source(found)
         if not self.drafter.by_method and source == 0:
             before = len(sequence.answer)
             ended = super().run_step()
-            self.drafter.count(0, 0, len(sequence.answer) - before - 1, time.perf_counter() - began)
+            self.drafter.count(0, 0, len(sequence.answer) - before - 1, spent())
             return ended
         draft = found if source == FROM_TEXT else self._decoded(sequence, min(int(source), max(0, room)))
         if source != FROM_TEXT and draft:
-            self.drafter.decoding.add(time.perf_counter() - began, len(draft), self.drafter.steps + 1)
-        before, graphs = len(sequence.answer), self._graphs
+            self.drafter.decoding.add(spent(), len(draft), self.drafter.steps + 1)
+        before = len(sequence.answer)
         ended = self._verify(sequence, draft)
         taken = len(sequence.answer) - before
-        seconds = time.perf_counter() - began if self._graphs == graphs else None  # capturing a pass takes long
-        self.drafter.count(source, len(draft), max(0, taken - 1), seconds)
+        self.drafter.count(source, len(draft), max(0, taken - 1), spent())
         return ended
 
-    @property
-    def _graphs(self) -> int:
-        return self.verification.graphs if self.verification else 0
+    def _stopwatch(self) -> Callable[[], float | None]:
+        """Return a function for the seconds since this call; None if steps or passes were captured in this time."""
+        steps = [self.step, *([self.verification.step] if self.verification else [])]
+        began, captures = time.perf_counter(), [step.captures for step in steps]
+
+        def spent() -> float | None:
+            return time.perf_counter() - began if [step.captures for step in steps] == captures else None
+
+        return spent
 
     @torch.inference_mode()
     def _decoded(self, sequence: Sequence, tokens: int) -> list[int]:

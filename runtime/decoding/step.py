@@ -28,10 +28,13 @@ class DecodeStep:
 
     Args:
         tokens: number of tokens of the stored context, which precede the tokens of each sequence.
+
+    Attributes:
+        captures: number of attempts to capture a step, each of which takes as long as many steps.
     """
 
     def __init__(self, model: PreTrainedModel, cache: SequenceCache, tokens: int):
-        self.model, self.cache, self.tokens = model, cache, tokens
+        self.model, self.cache, self.tokens, self.captures = model, cache, tokens, 0
         # The graph of the last step, if its buffers were the cache's buffers after the step. The next step of the same
         # size replays this graph without comparing buffers again.
         self._valid: ModelGraph | None = None
@@ -87,6 +90,7 @@ class DecodeStep:
         if any(graph.buffers != cache.buffers() for graph in cache.graphs.values()):
             cache.graphs.clear()  # frees the graphs' memory before another graph is captured
         if size not in cache.graphs:
+            self.captures += 1
             found = self._captured(lambda: self._forward(size))
             cache.capturing = found is not None
             if found is None:

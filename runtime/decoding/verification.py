@@ -76,11 +76,6 @@ class Verification:
         self.model, self.cache, self.verifying = index.model, cache, VerifyingCache(cache, tokens)
         self.step = DecodeStep(index.model, self.verifying, index.split.tokens)
 
-    @property
-    def graphs(self) -> int:
-        """Number of captured passes; each has its own number of tokens."""
-        return len(self.verifying.graphs)
-
     def logits(self, first: int, tokens: Sequence[int], most: int) -> torch.Tensor:
         """Return the logits [T, V] after each of the fed tokens. The next call may overwrite them.
 

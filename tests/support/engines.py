@@ -1,13 +1,19 @@
 """Engines that decode several questions together, and decode steps as a GPU takes them."""
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import pytest
 import torch
 
-from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.cache.buffers import Run
+from sparsekv.runtime.cache.index_cache import IndexCache, SequenceCache
+from sparsekv.runtime.cache.packed_cache import PackedCache
 from sparsekv.runtime.decoding.answer import Answer
 from sparsekv.runtime.decoding.engine import Engine, Request, pack
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.step import DecodeStep
 
 
 def packed(index: OpenIndex, cache: IndexCache, slots: int) -> Engine:
@@ -27,3 +33,46 @@ def count_rows_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(cache, needed, most, capture=True)
 
     monkeypatch.setattr(IndexCache, "reserve", reserve)
+
+
+class ReplayedStep:
+    """Stands for a step's CUDA graph on a CPU: runs the step again, over the buffers of its capture."""
+
+    def __init__(self, cache: SequenceCache, step: Run):
+        self.cache, self.step = cache, step
+        owners: Sequence[object]
+        owners = [layer.own for layer in cache.packed] if isinstance(cache, PackedCache) else cache.stored_layers
+        names = ("keys", "values", "joined")
+        self.captured = [(one, name, getattr(one, name)) for one in owners for name in names if hasattr(one, name)]
+        self.logits = step().clone()
+
+    def replay(self) -> None:
+        now = [(one, name, getattr(one, name)) for one, name, _ in self.captured]
+        counts = [read.step for read in self.cache.reads]
+        for one, name, captured in self.captured:
+            setattr(one, name, captured)
+        self.logits.copy_(self.step())
+        for one, name, before in now:
+            setattr(one, name, before)
+        for read, count in zip(self.cache.reads, counts, strict=True):
+            read.step = count
+
+
+def capture_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decode steps of engines that are made from now on be captured and replayed, as on a GPU."""
+    made = SequenceCache.__init__
+
+    def init(cache: SequenceCache, *args: Any, **more: Any) -> None:
+        made(cache, *args, **more)
+        cache.capturing = True
+
+    def captured(step: DecodeStep, run: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        changed = step.cache.counters()
+        before = [tensor.clone() for tensor in changed]
+        replayed = ReplayedStep(step.cache, run)
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        return cast("torch.cuda.CUDAGraph", replayed), replayed.logits
+
+    monkeypatch.setattr(SequenceCache, "__init__", init)
+    monkeypatch.setattr(DecodeStep, "_captured", captured)

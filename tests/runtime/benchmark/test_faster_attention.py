@@ -155,6 +155,8 @@ def test_steps_of_many_answers_are_dense_where_that_is_faster(
 def test_a_method_that_cannot_share_steps_answers_alone(artifact: Artifact, kept: Path) -> None:
     config, choices = choose_for_numbers(artifact, sparse("magicpig", MagicPIG(), Budget(0.2)), 16, CPU, torch.float32)
     assert (config.attention.name, config.dense_from, len(choices)) == ("magicpig", None, 1)
+    assert choices[0].told.startswith("--method auto: magicpig (16 questions: dense attention ")
+    assert " ms a layer; magicpig answers one question at a time; measured now" in choices[0].told
 
 
 def test_more_questions_than_stored_queries_are_each_their_own(artifact: Artifact) -> None:

@@ -3,14 +3,14 @@
 import random
 from collections.abc import Callable
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.configs import sparse
-from support.engines import count_rows_on_the_device
+from support.engines import capture_on_a_cpu, count_rows_on_the_device
 from support.small_index import INDEXERS, build_small
 from support.tiny_models import DIFFERENT
 
@@ -105,6 +105,39 @@ def test_answers_are_dense_attentions(
     assert drafter.accepted < drafter.drafted
     assert drafter.accepted > 0 or name != "codes" or temperature  # others draft little that a random model takes
     assert drafter.steps + drafter.accepted == sum(len(one.ids) - 1 for one in dense)
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "dense"), ("llama", "codes"), ("gemma2", "codes")])
+def test_replayed_passes_read_the_rows_of_now_and_captures_are_no_measure(
+    opened: Callable[[str], OpenIndex], monkeypatch: pytest.MonkeyPatch, family: str, name: str
+) -> None:
+    """Question after question, each of which needs longer buffers than the one before."""
+    index, lengths = opened(family), (20, 70, 150)
+    asked = [
+        Request(question_ids(index, question), Sampling(max_new_tokens=length))
+        for question, length in zip(QUESTIONS, lengths, strict=True)
+    ]
+    dense = [answer.ids for _, answer in Engine(index, index.dense_cache()).answers(asked)]
+    capture_on_a_cpu(monkeypatch)
+    monkeypatch.setattr(drafting, "verifies_in_place", lambda cache: True)
+    _draft_anything(monkeypatch, seed=len(name))
+    plain, measured, captures, engine = Pace.add, list[bool](), list[int](), _lossless(index, CONFIGS[name])
+
+    def total() -> int:
+        assert engine.verification is not None
+        return engine.step.captures + engine.verification.step.captures
+
+    def add(pace: Pace, seconds: float | None, tokens: int, step: int) -> None:
+        measured.append(seconds is not None)
+        captures.append(total())
+        plain(pace, seconds, tokens, step)
+
+    monkeypatch.setattr(Pace, "add", add)
+    assert [answer.ids for _, answer in engine.answers(asked)] == dense
+    assert len(set(captures)) > 4
+    captured = [after > before for before, after in pairwise(captures)]
+    assert not any(one and other for one, other in zip(measured[1:], captured, strict=True))
+    assert sum(measured) > len(measured) // 2
 
 
 @pytest.mark.parametrize("name", CONFIGS)

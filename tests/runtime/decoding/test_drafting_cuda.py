@@ -46,5 +46,5 @@ def test_replayed_passes_give_dense_attentions_answers(on_gpu: OpenIndex, name: 
     assert [answer.ids for _, answer in engine.answers(requests)] == dense
     assert engine.verification is not None
     # GPT-OSS picks its experts on the host.
-    assert bool(engine.verification.graphs) == (on_gpu.model.config.model_type != "gpt_oss")
+    assert bool(engine.verification.verifying.graphs) == (on_gpu.model.config.model_type != "gpt_oss")
     assert engine.drafter.accepted > 0 or temperature
