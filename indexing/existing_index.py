@@ -282,7 +282,11 @@ def _has_its_files(name: str, writer: ArtifactWriter, base: Manifest) -> bool:
     return all(path in base.files and writer.is_there(base.files[path]) for path in files)
 
 
-def in_order(methods: dict[str, MethodRecord], base: Manifest | None) -> dict[str, MethodRecord]:
-    """Order methods as in the earlier index, then new methods; `generate` uses the first method by default."""
+def in_order(methods: dict[str, MethodRecord], writer: ArtifactWriter) -> dict[str, MethodRecord]:
+    """Order methods as in the earlier index, then new methods; `generate` uses the first method by default.
+
+    With `force`, the order of the earlier index does not count.
+    """
+    base = None if writer.force else writer.base
     before = [] if base is None else [name for name in base.methods if name in methods]
     return {name: methods[name] for name in dict.fromkeys([*before, *methods])}
