@@ -251,6 +251,13 @@ def test_white_space_that_no_token_has_changes_the_hash_alone(indexed: Path) -> 
     assert _table("project.skv")[1].sha256 == hash_bytes((indexed / "src" / "b.py").read_bytes())
 
 
+def test_the_file_whose_text_changed_is_told(indexed: Path) -> None:
+    with (indexed / "a.md").open("a") as file:
+        file.write("\n\n")
+    (indexed / "z.txt").write_text("z has other lines now.\n")
+    assert "tokens: z.txt changed (also 1 file changed)" in _build("project").stderr
+
+
 def test_several_files_are_one_document_or_an_index_each(project: Path) -> None:
     told = _build("doc.txt", "project/**/*.py", "project", "--as-one", "--include", "*.py", "-o", "one.skv").stdout
     assert told == "one.skv\n"
