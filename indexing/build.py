@@ -244,7 +244,7 @@ def build_index(
         team.release()
         built = {one.work.name: stage.record(one) for one in files}
         kept = stage.keep_others(build.plan.config.methods, tell)
-        return _finished(writer, _manifest(build, facts, in_order(kept | built, writer.base)))
+        return _finished(writer, _manifest(build, facts, in_order(kept | built, writer)))
 
 
 def _additions(build: Build) -> list[AdditionRecord]:

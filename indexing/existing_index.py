@@ -16,7 +16,7 @@ from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.indexers.interface import indexer_of, indexers
 from sparsekv.indexing.plan import Build
 from sparsekv.indexing.prefill.interface import prefill_name
-from sparsekv.indexing.reuse import ReusePlan
+from sparsekv.indexing.reuse import ReusePlan, shared_tokens
 from sparsekv.indexing.sampling import sample_size
 
 RUN = 16
@@ -161,9 +161,9 @@ def _changed_files(build: Build, base: Manifest) -> str:
     Also empty if the document is cut elsewhere than before, which adds and removes files, too.
     """
     now, before = build.plan.prompt, base.prompt
-    if now.files is None or before.files is None or now.cut != before.max_tokens:
+    if now.files is None or before.files is None or build.earlier is None or now.cut != before.max_tokens:
         return ""
-    return told_changes(before.files, now.files)
+    return told_changes(before.files, now.files, shared_tokens(build.earlier, now.input_ids))
 
 
 def tell_damaged(build: Build) -> None:
@@ -282,7 +282,11 @@ def _has_its_files(name: str, writer: ArtifactWriter, base: Manifest) -> bool:
     return all(path in base.files and writer.is_there(base.files[path]) for path in files)
 
 
-def in_order(methods: dict[str, MethodRecord], base: Manifest | None) -> dict[str, MethodRecord]:
-    """Order methods as in the earlier index, then new methods; `generate` uses the first method by default."""
+def in_order(methods: dict[str, MethodRecord], writer: ArtifactWriter) -> dict[str, MethodRecord]:
+    """Order methods as in the earlier index, then new methods; `generate` uses the first method by default.
+
+    With `force`, the order of the earlier index does not count.
+    """
+    base = None if writer.force else writer.base
     before = [] if base is None else [name for name in base.methods if name in methods]
     return {name: methods[name] for name in dict.fromkeys([*before, *methods])}

@@ -315,15 +315,15 @@ class BuildRecipe:
     def _ordered(self, sources: SourceTexts, folder: Path) -> tuple[SourceTexts, FileHistory]:
         """Order the files of a document, and return them with the order and the number of changes of each file.
 
-        The order is that of `--order`, or else that of the index in the folder. Changes are counted on from that index,
-        or from 0 if there is none or with --force. Files of the index that are gone are noted.
+        The order is that of `--order`, or else that of the index in the folder. Changes are counted on from that index.
+        With --force the folder counts as empty. Files of the index that are gone are noted.
 
         Raises:
             UsageError: with `--max-tokens`, the order changed-last would cut off the files that change most.
         """
-        before = _finished(folder)
+        before = None if self.config.force else _finished(folder)
         history = (before and before.file_history) or FileHistory()
-        table = () if before is None or self.config.force else before.prompt.files or ()
+        table = (before and before.prompt.files) or ()
         known = [KnownFile(file.path, file.sha256, history.changes.get(file.path, 0)) for file in table]
         order = self.order or history.order
         if order == CHANGED_LAST and self.max_tokens is not None:

@@ -184,12 +184,17 @@ class _Changes:
         """
         if any(os.path.join(path, "").startswith(index) for index in self._indices):
             return False
-        root = next(folder for folder in self._folders if Path(path).is_relative_to(folder))
-        parts = Path(path).relative_to(root).parts
-        return not any((part[0] == "." and part != IGNORE_FILE) or part.endswith(ENDING) for part in parts)
+        # A folder that is hidden in one watched folder may itself be named.
+        below = [Path(path).relative_to(folder).parts for folder in self._folders if Path(path).is_relative_to(folder)]
+        return any(not any(map(_is_left_out, parts)) for parts in below)
 
     def _is_named(self, change: object, path: str) -> bool:
         return path in self._files
+
+
+def _is_left_out(name: str) -> bool:
+    """Whether a file or folder of this name in a watched folder is no part of a document's text."""
+    return (name[0] == "." and name != IGNORE_FILE) or name.endswith(ENDING)
 
 
 def _identity(path: str) -> tuple[int, int] | None:

@@ -61,11 +61,15 @@ def count_changes(files: Sequence[SourceText], known: Sequence[KnownFile]) -> di
     return counts
 
 
-def told_changes(before: Sequence[SourceFile], now: Sequence[SourceFile]) -> str:
+def told_changes(before: Sequence[SourceFile], now: Sequence[SourceFile], same: int) -> str:
     """Return the first change in a document's files, and the numbers of other changes; an empty string if there are
     none.
 
-    For example `a.md changed (also 2 files changed, 1 added)`. All text before the first change is as it was.
+    For example `a.md changed (also 2 files changed, 1 added)`. All text before the first change is as it was. A file
+    whose bytes changed and whose text in the prompt did not, as by a blank line at its end, is not the first.
+
+    Args:
+        same: number of first tokens that both versions' prompts have in common.
     """
     earlier, later = ({file.path: file.sha256 for file in files} for files in (before, now))
     new = {content: path for path, content in reversed(later.items()) if path not in earlier}
@@ -76,7 +80,7 @@ def told_changes(before: Sequence[SourceFile], now: Sequence[SourceFile]) -> str
     changes |= {path: REMOVED for path in earlier if path not in later}
     changes |= {path: f"{RENAMED} to {new_path}" for new_path, path in origins.items()}
     for one, other in zip_longest(before, now):
-        if one is not None and other is not None and (one.path, one.sha256) == (other.path, other.sha256):
+        if one is not None and other is not None and _stays(one, other, same):
             continue
         paths = [origins.get(file.path, file.path) for file in (other, one) if file is not None]
         first = next((path for path in paths if path in changes), None)
@@ -84,6 +88,11 @@ def told_changes(before: Sequence[SourceFile], now: Sequence[SourceFile]) -> str
             return f"{paths[0]} moved{_also(changes.values())}"
         return f"{first} {changes.pop(first)}{_also(changes.values())}"
     return ""
+
+
+def _stays(one: SourceFile, other: SourceFile, same: int) -> bool:
+    """Whether the files at one place of two versions are the same file with the same text in the prompt."""
+    return one.path == other.path and (one.sha256 == other.sha256 or one.stop == other.stop <= same)
 
 
 def _also(changes: Collection[str]) -> str:

@@ -160,13 +160,16 @@ class SourceTexts:
         reasons = {path.removesuffix("/"): reason for reason, paths in self.left_out.items() for path in paths}
         added = {file.sha256: f"renamed to {file.path}" for file in self.files if file.path not in before}
         here = {file.path for file in self.files}
+        gone = {path: sha256 for path, sha256 in before.items() if path not in here}
+        origins = {sha256: path for path, sha256 in gone.items()}  # one of several files of the same content
 
         def reason(path: str, sha256: str) -> str:
             of_folder = next((reasons[one] for one in map(str, PurePosixPath(path).parents) if one in reasons), "")
-            return reasons.get(path) or added.get(sha256) or of_folder or "not there"
+            renamed = added.get(sha256) if origins[sha256] == path else None
+            return reasons.get(path) or renamed or of_folder or "not there"
 
-        gone = [f"{path} ({reason(path, sha256)})" for path, sha256 in before.items() if path not in here]
-        return f"{', '.join(gone[:NAMED])}{', ...' * (len(gone) > NAMED)}"
+        told = [f"{path} ({reason(path, sha256)})" for path, sha256 in gone.items()]
+        return f"{', '.join(told[:NAMED])}{', ...' * (len(told) > NAMED)}"
 
 
 def _some(paths: list[str]) -> str:

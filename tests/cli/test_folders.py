@@ -226,14 +226,22 @@ def test_a_changed_file_goes_to_the_end_and_stays_there(project: Path) -> None:
     assert "nothing to build" in _build("project").stderr
     assert run_here("append", "--index", "project.skv", "doc.txt", "--rebuild", "-q").code == 0
     assert read_manifest(Path("project.skv")).file_history == history
-    _build("project", "-q", "--force", "--order", "path")
+    _build("project", "-q", "--force")
     assert _paths() == ["a.md", "src/b.py", "src/c.py", "z.txt"]
+    history = read_manifest(Path("project.skv")).file_history
+    assert history is not None
+    assert (history.order, history.changes) == ("path", {}), "a replaced index is as a new one"
+    _edit_first(project)
+    _build("project", "-q")
+    assert _paths()[0] == "a.md"
 
 
 def test_changes_come_last_where_nothing_is_cut(project: Path) -> None:
     _build("project", "-q", "--order", "changed-last")
     says = ("--order changed-last, which project.skv was built with, puts", "--order path")
     fails(2, "build-index", "project", *HOW, "--max-tokens", "400", says=says)
+    _build("project", "-q", "--max-tokens", "400", "--force")
+    assert _paths()[0] == "a.md"
 
 
 def test_white_space_that_no_token_has_changes_the_hash_alone(indexed: Path) -> None:
@@ -241,6 +249,13 @@ def test_white_space_that_no_token_has_changes_the_hash_alone(indexed: Path) -> 
         file.write("\n\n")
     _build("project", "-q")
     assert _table("project.skv")[1].sha256 == hash_bytes((indexed / "src" / "b.py").read_bytes())
+
+
+def test_the_file_whose_text_changed_is_told(indexed: Path) -> None:
+    with (indexed / "a.md").open("a") as file:
+        file.write("\n\n")
+    (indexed / "z.txt").write_text("z has other lines now.\n")
+    assert "tokens: z.txt changed (also 1 file changed)" in _build("project").stderr
 
 
 def test_several_files_are_one_document_or_an_index_each(project: Path) -> None:

@@ -121,6 +121,14 @@ def test_force_tells_which_methods_are_lost(place: Path) -> None:
     assert list(read_manifest(place / "doc.skv").methods) == ["multipole"]
 
 
+def test_force_takes_the_methods_in_the_order_in_which_they_are_named(place: Path) -> None:
+    named = [*reversed(read_manifest(place / "doc.skv").methods)]
+    assert len(named) > 1
+    given = [word for name in named for word in ("--method", name)]
+    assert run_here("build-index", "doc.txt", "--model", "model", *given, "--force", "-q").code == 0
+    assert list(read_manifest(place / "doc.skv").methods) == named, "the first one is the default of `generate`"
+
+
 def test_the_index_for_another_model_is_replaced_by_force_alone(place: Path) -> None:
     before = read_manifest(place / "doc.skv")
     save_tiny(place / "other", "qwen2")

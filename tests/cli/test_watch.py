@@ -121,6 +121,17 @@ def test_a_name_that_becomes_a_folder_is_watched_as_one(place: Path) -> None:
     changes.close()
 
 
+def test_hidden_folders_that_are_named_beside_their_parent_are_watched(place: Path) -> None:
+    hidden = [place / f".notes{number}" for number in range(40)]
+    for folder in hidden:
+        folder.mkdir()
+    changes = _Changes([Target(".", Path("all.skv"), (".", *map(str, hidden)))])
+    changes.close()
+    ignored = [folder.name for folder in hidden if not changes._counts_below(None, str(folder / "a.md"))]
+    assert not ignored, "with one folder its place in the set of folders decides"
+    assert not changes._counts_below(None, str(place / ".other" / "a.md"))
+
+
 def test_an_error_is_told_and_the_next_save_is_indexed(place: Path) -> None:
     text = (place / "doc.txt").read_text()
     (place / "elsewhere").mkdir()

@@ -73,6 +73,20 @@ def test_the_first_change_is_told(now: str, told: str) -> None:
 
     def table(files: str) -> list[SourceFile]:
         contents = [(one[0], texts.get(one, 100 + number)) for number, one in enumerate(files.split())]
-        return [SourceFile(path=path, sha256=f"{content:064x}", start=0, stop=0) for path, content in contents]
+        return [SourceFile(path=path, sha256=f"{content:064x}", start=0, stop=1) for path, content in contents]
 
-    assert told_changes(table("a1 b1 c1 d1"), table(now)) == told
+    assert told_changes(table("a1 b1 c1 d1"), table(now), 0) == told
+
+
+@pytest.mark.parametrize(
+    ("same", "told"), [(9, "a changed (also 1 file changed)"), (10, "b changed (also 1 file changed)")]
+)
+def test_a_file_whose_text_stays_is_not_the_first_change(same: int, told: str) -> None:
+    """Of a file other bytes have the same text, as with a blank line at its end."""
+
+    def table(content: int) -> list[SourceFile]:
+        places = {"a": (0, 10), "b": (15, 30)}
+        sha256 = f"{content:064x}"
+        return [SourceFile(path=path, sha256=sha256, start=start, stop=stop) for path, (start, stop) in places.items()]
+
+    assert told_changes(table(1), table(2), same) == told

@@ -314,6 +314,14 @@ def test_a_file_that_is_gone_has_the_reason_of_its_folder(tmp_path: Path) -> Non
         assert read_folder(tmp_path, Choice(exclude=(pattern,))).told_gone(before) == told
 
 
+def test_one_of_two_files_of_the_same_content_is_renamed(tmp_path: Path) -> None:
+    write_tree(tmp_path, dict.fromkeys(["a.txt", "b.txt"], "text"))
+    before = {file.path: file.sha256 for file in read_folder(tmp_path, Choice()).files}
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "b.txt").rename(tmp_path / "c.txt")
+    assert read_folder(tmp_path, Choice()).told_gone(before) == "a.txt (not there), b.txt (renamed to c.txt)"
+
+
 def test_patterns_that_match_nothing_are_named(tmp_path: Path) -> None:
     """They may have been meant for files that are read now, or left out. Patterns of ignored and hidden files match."""
     tree = dict.fromkeys(["a.md", "z.txt", "sub/secret.txt", ".git/a", "build/b.md"], "text") | {".gitignore": "build/"}
