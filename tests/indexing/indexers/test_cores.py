@@ -67,10 +67,14 @@ def test_layers_that_are_missing_have_the_threads_that_they_have_among_all(
 
 def test_an_interruption_does_not_wait_for_what_has_begun() -> None:
     ends, main = Event(), get_ident()
-    with with_threads(1), closing(share_cores([0], 9, lambda _: ends.wait(60))) as items:
+
+    def work(item: int) -> bool:
+        # The interruption comes once the work has begun. If it came earlier, it would end the tests.
         Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
-        with pytest.raises(KeyboardInterrupt):
-            next(items)
+        return ends.wait(60)
+
+    with with_threads(1), closing(share_cores([0], 9, work)) as items, pytest.raises(KeyboardInterrupt):
+        next(items)
     assert not ends.is_set()
     ends.set()
 
