@@ -100,25 +100,53 @@ _BRACKET = re.compile(r"\[:(\w*):\]|(?:\\(.)|([^\\]))(?:-(?:\\(.)|([^\]\\])))?",
 def _expression(glob: str) -> str:
     """Return the regular expression of a pattern without its ! and without slashes at its ends.
 
+    Stars match no more than the text up to the next star needs, and other lengths are not tried (atomic groups). A
+    longer match would leave less for the rest of the pattern. Without this a pattern of many stars, which may be a
+    stranger's, would take exponential time. Only behind the last star all lengths are tried.
+
     Raises ValueError for a lone backslash at the end, and for a set of characters without an end or with an unknown
     class, because git ignores nothing by such a pattern.
     """
-    pieces, place = list[str](), 0
+    first, *others = _sections(glob)
+    pieces = [_section(first, is_last=not others)]
+    pieces += [f"(?>(?:.*?/)??{_section(one, is_last=False)})" for one in others[:-1]]
+    pieces += [f"(?:.*/)?{_section(one, is_last=True)}" for one in others[-1:]]
+    return "".join(pieces)
+
+
+def _section(texts: list[str], *, is_last: bool) -> str:
+    """Join the expressions of texts between which there are stars that match no slash."""
+    *before, last = texts[1:] or [""]
+    pieces = [texts[0], *(f"(?>[^/]*?{text})" for text in before)]
+    if texts[1:]:
+        pieces.append(f"[^/]*{last}" if is_last else f"(?>[^/]*?{last})")
+    return "".join(pieces)
+
+
+def _sections(glob: str) -> list[list[str]]:
+    """Return the expressions of a pattern's texts between its stars.
+
+    Sections lie between stars that match any number of folders, and include no slash behind such stars. Behind stars
+    at the end, the last section matches any text. Raises ValueError as `_expression` does.
+    """
+    sections, place = [[""]], 0
     while found := _TOKEN.match(glob, place):
         token, place = found[0], found.end()
         if token == "\\":
             raise ValueError("a backslash at the end")
         if token == "[":
             piece, place = _set(glob, place)
+            sections[-1][-1] += piece
         elif token[0] == "*":
             is_name = found.start() == 0 or glob[found.start() - 1] == "/"
-            spans = len(token) > 1 and is_name and glob[place : place + 1] in ("", "/")
-            piece = "[^/]*" if not spans else ".*" if place == len(glob) else "(?:.*/)?"
-            place += spans  # the slash after the stars, too
+            if len(token) > 1 and is_name and glob[place : place + 1] in ("", "/"):
+                sections.append([".*" if place == len(glob) else ""])
+                place += 1  # the slash after the stars, too
+            else:
+                sections[-1].append("")
         else:
-            piece = "[^/]" if token == "?" else re.escape(token[-1])
-        pieces.append(piece)
-    return "".join(pieces)
+            sections[-1][-1] += "[^/]" if token == "?" else re.escape(token[-1])
+    return sections
 
 
 def _set(glob: str, place: int) -> tuple[str, int]:

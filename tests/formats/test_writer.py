@@ -57,13 +57,7 @@ def test_a_chunk_that_is_recorded_late_leaves_no_journal_in_a_finished_index(tmp
     folder, writer = tmp_path / "index.skv", SlowNotes(tmp_path / "index.skv")
     writer.finished = Event()
     with writer:
-        writer.keep_prefill("0" * 64)
-        writer.write_rows(CONTEXT, TENSORS, RECIPE, 8)
-        writer.chunk_done(8, {"sample.0": torch.zeros(4, 2, 8)})
-        writer.write_rows(CONTEXT, TENSORS, RECIPE, SPLIT.tokens)
-        for name, tensors in small_files().items():
-            writer.write(name, tensors, small_recipe(name, 0, 0))
-        writer.finish(small_manifest())
+        _prefill_and_finish(writer)
         writer.finished.set()
     assert_no_strays(folder)
 
@@ -76,14 +70,13 @@ class Killed(ArtifactWriter):
 
 
 def _prefill_and_finish(writer: ArtifactWriter) -> None:
-    with writer:
-        writer.keep_prefill("0" * 64)
-        writer.write_rows(CONTEXT, TENSORS, RECIPE, 8)
-        writer.chunk_done(8, {"sample.0": torch.zeros(4, 2, 8)})
-        writer.write_rows(CONTEXT, TENSORS, RECIPE, SPLIT.tokens)
-        for name, tensors in small_files().items():
-            writer.write(name, tensors, small_recipe(name, 0, 0))
-        writer.finish(small_manifest())
+    writer.keep_prefill("0" * 64)
+    writer.write_rows(CONTEXT, TENSORS, RECIPE, 8)
+    writer.chunk_done(8, {"sample.0": torch.zeros(4, 2, 8)})
+    writer.write_rows(CONTEXT, TENSORS, RECIPE, SPLIT.tokens)
+    for name, tensors in small_files().items():
+        writer.write(name, tensors, small_recipe(name, 0, 0))
+    writer.finish(small_manifest())
 
 
 def test_the_journal_of_a_finished_build_is_no_interrupted_one(tmp_path: Path) -> None:
@@ -91,8 +84,8 @@ def test_the_journal_of_a_finished_build_is_no_interrupted_one(tmp_path: Path) -
     with ArtifactWriter(tmp_path) as writer:
         writer.write(METHOD, TENSORS, RECIPE)
         writer.write("more.safetensors", TENSORS, RECIPE)
-    with pytest.raises(KeyboardInterrupt):
-        _prefill_and_finish(Killed(tmp_path))
+    with pytest.raises(KeyboardInterrupt), Killed(tmp_path) as writer:
+        _prefill_and_finish(writer)
     assert (tmp_path / JOURNAL).exists()
     assert_holds(tmp_path)
     with ArtifactWriter(tmp_path) as after:

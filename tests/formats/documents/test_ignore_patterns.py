@@ -64,6 +64,16 @@ def test_a_pattern_matches_what_it_matches_in_git(pattern: str, matched: list[st
     assert {patterns.ignores(path) for path in PATHS} <= {True, None}
 
 
+@pytest.mark.parametrize(
+    ("pattern", "path"),
+    [("*a" * 30 + "b", "a" * 200), ("**/a*a/" * 30 + "b", "aa/" * 200 + "c"), ("*?" * 30 + "/b", "a" * 200 + "/c")],
+)
+def test_a_pattern_of_many_stars_ends(pattern: str, path: str) -> None:
+    """A stranger's .gitignore must not keep a build busy for years."""
+    assert Patterns.of([pattern]).ignores(path) is None
+    assert Patterns.of([pattern]).ignores(path[:-1] + "b")
+
+
 @pytest.mark.parametrize("line", ["!", "!/", "a\\", "[", "a[b", "[]", "[!]", "[\\]", "[[:alpha:]", "[[:letter:]]"])
 def test_a_pattern_by_which_git_ignores_nothing_is_an_error(line: str) -> None:
     with pytest.raises(ValueError, match=r"nothing after|backslash|without an end|no class"):
