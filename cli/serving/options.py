@@ -15,6 +15,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     WeightsOption,
 )
+from sparsekv.formats.index.schema import AUTO
 
 WHO, AT_ONCE, UNSAID = "Who may ask", "How much at once", "Answers to requests that do not say"
 
@@ -182,3 +183,13 @@ class ServeOptions:
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     quiet: QuietOption = False
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the method is `auto`."""
+        return self.method == AUTO
+
+    @property
+    def attends_by_default(self) -> bool:
+        """Whether the user set no option of the attention."""
+        return (self.method, self.budget, self.prefill, self.placement) == (None, None, None, "device")

@@ -44,7 +44,6 @@ from sparsekv.cli.serving.shelf import (
 from sparsekv.formats.device import choose_device, device_memory
 from sparsekv.formats.errors import IdentityError, SparsekvError, UsageError, reason_of
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import AUTO
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.choose_config import choose_config, idle_budget
@@ -303,11 +302,11 @@ def _by_method(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
 
     Raises UsageError for an option that cannot be combined with `auto`, and the errors of `choose_config`.
     """
-    if by_time := options.method == AUTO:
+    if options.by_time:
         refuse_with_auto(placement=options.placement, prefill=options.prefill)
     return choose_config(
         artifact,
-        None if by_time else options.method,
+        None if options.by_time else options.method,
         budget=options.budget,
         prefill=options.prefill,
         placement=options.placement,
@@ -322,10 +321,8 @@ def _by_time(
     `alone` is a context in which nothing else uses the device; None: nothing does. Raises the errors of
     `take_faster_for_numbers`.
     """
-    given = options.budget is not None or options.prefill is not None
-    on_gpu = options.placement == "device" and choose_device(options.device).type == "cuda"
-    by_default = on_gpu and options.method is None and not given
-    if isinstance(config.attention, Dense) or not (options.method == AUTO or by_default):
+    by_default = options.attends_by_default and choose_device(options.device).type == "cuda"
+    if isinstance(config.attention, Dense) or not (options.by_time or by_default):
         return config
     named = options.slots, options.device, options.dtype
     return take_faster_for_numbers(artifact, config, *named, alone=alone, quiet=options.quiet)

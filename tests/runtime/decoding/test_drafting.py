@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.configs import sparse
+from support.configs import LOSSLESS, lossless, sparse
 from support.engines import capture_on_a_cpu, count_rows_on_the_device
 from support.small_index import INDEXERS, build_small
 from support.tiny_models import DIFFERENT
@@ -26,17 +26,10 @@ from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.h2o import H2O
-from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
 QUESTIONS = ("What is an expression?", "x", "Which statement is it that raises an exception, and when?")
-TENTH = Budget(0.1)
-CONFIGS = {
-    "dense": DecodeConfig(Dense(), question=Dense(), lossless=True),
-    "codes": sparse("codes", Codes(), TENTH, question=Dense(), lossless=True),
-    "multipole": sparse("multipole", Multipole(), TENTH, question=Dense(), lossless=True),
-    "h2o": sparse("h2o", H2O(), TENTH, question=Dense(), lossless=True),
-}
+CONFIGS = LOSSLESS | {"h2o": lossless("h2o", H2O())}
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +233,7 @@ def test_what_would_change_a_dense_answer_is_refused(changes: dict[str, object],
 def test_a_method_that_keeps_state_of_its_steps_is_refused(opened: Callable[[str], OpenIndex]) -> None:
     """Whatever the package that it is of calls its options."""
     index, config = opened("llama"), CONFIGS["codes"]
-    gauged = sparse("codes", Codes(), TENTH, question=Dense(), gauge=True)
+    gauged = sparse("codes", Codes(), Budget(0.1), question=Dense(), gauge=True)
     with pytest.raises(UsageError, match="codes keeps state of steps that dense attention may reject"):
         DraftingEngine(index, index.cache(gauged), config)
 

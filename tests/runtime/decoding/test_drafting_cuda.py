@@ -1,28 +1,18 @@
 """On a GPU, verifying passes are replayed as CUDA graphs, and lossless answers are still dense attention's."""
 
 import pytest
-from support.configs import sparse
+from support.configs import LOSSLESS
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
-from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.methods.codes import Codes
-from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.selection.interface import Budget
 
 pytestmark = pytest.mark.gpu
 QUESTIONS = ("What is an expression?", "x", "Which statement is it that raises an exception, and when?")
-TENTH = Budget(0.1)
-CONFIGS = {
-    "dense": DecodeConfig(Dense(), question=Dense(), lossless=True),
-    "codes": sparse("codes", Codes(), TENTH, question=Dense(), lossless=True),
-    "multipole": sparse("multipole", Multipole(), TENTH, question=Dense(), lossless=True),
-}
 
 
 @pytest.fixture(scope="module", params=[("llama", None), ("gemma3", None), ("gpt-oss", None), ("llama", "int8")])
@@ -36,13 +26,13 @@ def on_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", LOSSLESS)
 def test_replayed_passes_give_dense_attentions_answers(on_gpu: OpenIndex, name: str, temperature: float) -> None:
     """Answers are longer than the rows that are reserved at first, and one engine answers question after question."""
     sampling = Sampling(max_new_tokens=300, temperature=temperature, seed=5)
     requests = [Request(question_ids(on_gpu, question), sampling) for question in QUESTIONS]
     dense = [answer.ids for _, answer in Engine(on_gpu, on_gpu.dense_cache()).answers(requests)]
-    engine = DraftingEngine(on_gpu, on_gpu.cache(CONFIGS[name]), CONFIGS[name])
+    engine = DraftingEngine(on_gpu, on_gpu.cache(LOSSLESS[name]), LOSSLESS[name])
     assert [answer.ids for _, answer in engine.answers(requests)] == dense
     assert engine.verification is not None
     # GPT-OSS picks its experts on the host.
