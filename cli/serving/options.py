@@ -135,10 +135,10 @@ class ServeOptions:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Method that selects the tokens to attend to, `dense`, or `auto`: the default method, and dense "
-            "attention in steps of as many answers as make it faster. auto measures steps on this machine, and keeps "
-            "the times. Default: what `tune` found, or the index's first; on a GPU auto, without --budget, --prefill "
-            "and --placement.",
+            help="Method that selects the tokens to attend to, `dense`, or `auto`: the default method, but dense "
+            "attention in steps of so many answers that it is faster. auto times steps when an index is opened, and "
+            "keeps the times. Default: what `tune` found, or the index's first. On a GPU the default is auto, unless "
+            "--budget, --prefill or --placement is given.",
             rich_help_panel=UNSAID,
         ),
     ] = None
