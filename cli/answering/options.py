@@ -421,9 +421,9 @@ class GenerateAttention(TimedAttentionOptions):
         bool,
         typer.Option(
             "--lossless",
-            help="Give dense attention's own answer, up to rounding. Tokens are drafted from earlier text, and on a GPU by "
-            "the method where that is faster. One pass of dense attention verifies several of them. --stats prints how "
-            "many were accepted.",
+            help="Give dense attention's own answer, up to rounding. Tokens are drafted from earlier text, and on a "
+            "GPU by the method where that is faster. One pass of dense attention verifies several of them. --stats "
+            "prints how many were accepted.",
             rich_help_panel=ATTENDED,
         ),
     ] = False
