@@ -5,7 +5,7 @@ from functools import partial
 
 import typer
 
-from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_prefill_alone
+from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_prefill_alone, note_short_document
 from sparsekv.cli.answering.options import (
     Choices,
     PlacementOption,
@@ -69,7 +69,7 @@ def chat(options: ChatOptions) -> None:
     """
     refuse_little_room()
     artifact, quiet = open_artifact(options.index), options.run.quiet
-    config = options.attention.config(artifact)
+    config = options.attention.for_one_question(artifact, options.run.device)
     choices = Choices.of(options.attention, artifact, config, left_out(options.ctx))
     if options.attention.by_time:
         from sparsekv.cli.answering.faster import take_faster  # the module imports transformers
@@ -98,6 +98,7 @@ def chat(options: ChatOptions) -> None:
     opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
     note_small_budgets([config.budget], quiet=quiet)
+    note_short_document(config, quiet=quiet)
     if options.stats:  # at a terminal, the first line shows the method
         times.show("" if piped is None else f"answers by {describe(config)}", artifact.manifest)
     sources, dtype = options.sources or 0, options.run.dtype

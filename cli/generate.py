@@ -4,7 +4,7 @@ from functools import partial
 
 import typer
 
-from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_prefill_alone
+from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_prefill_alone, note_short_document
 from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.index_option import open_artifact
@@ -37,7 +37,7 @@ def generate(options: GenerateOptions) -> None:
     """
     refuse_little_room()
     ranks, artifact = join_ranks(options.device), open_artifact(options.index)
-    config, by_time = options.attention.config(artifact, gauge=options.gauge), options.by_time(ranks)
+    config, by_time = options.config(artifact, ranks), options.by_time(ranks)
     early = None if ranks is not None or by_time else EarlyReading.of(artifact, options.device, config)
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.answering.answers import Questions, Schedule
@@ -72,6 +72,7 @@ def generate(options: GenerateOptions) -> None:
     asked = questions.encode(opened)[len(output.done) :]
     schedule = Schedule.open(opened, config, sampling, asked, at_once, ranks, options.sources or 0)
     note_small_budgets([config.budget], quiet=options.quiet)
+    note_short_document(config, quiet=options.quiet or options.with_stats)
     if options.with_stats:
         dense = f", the first {config.dense_layers} layers dense" if config.dense_layers else ""
         how = f"{config.origin or f'answers by {config.attention.name}, budget {config.budget}'}{dense}"

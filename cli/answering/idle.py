@@ -7,7 +7,7 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.configuring.project_file import long_name
 from sparsekv.cli.configuring.sources import on_command_line, owners
 from sparsekv.formats.device import choose_device
-from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.decoding.choose_config import idle_budget
 from sparsekv.runtime.selection.interface import MethodSpec
 
@@ -56,3 +56,9 @@ def note_idle_seed(ctx: Any, *, quiet: bool) -> None:
     if on_command_line(ctx, "seed") and not ctx.params["temperature"]:
         told = f"--seed {ctx.params['seed']} has no effect at --temperature 0"
         note(f"{told}, which always takes the most likely token", quiet=quiet)
+
+
+def note_short_document(config: DecodeConfig, *, quiet: bool) -> None:
+    """Print a note if dense attention answers by default, because the document is short (`dense_if_short`)."""
+    if isinstance(config.attention, Dense) and config.origin:
+        note(f"answers by {config.origin}", quiet=quiet)

@@ -32,7 +32,7 @@ from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.attention.config import MOST_SOURCES, QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
-from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, refuse_beside_dense
+from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, dense_if_short, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
 from sparsekv.runtime.selection.interface import Budget, Method
 from sparsekv.runtime.selection.registry import DENSE, methods, methods_of, unread
@@ -252,7 +252,8 @@ class TimedAttentionOptions(AttentionOptions):
         typer.Option(
             help="Method that selects the tokens to attend to, `dense` for dense attention to all of them, or `auto` "
             "for the faster of dense attention and the default method. auto measures a step of both on this machine, "
-            "and keeps the times for later calls, unless it is busy. Default: what `tune` found, or the index's first.",
+            "and keeps the times for later calls, unless it is busy. Default: what `tune` found, or the index's "
+            "first; on a GPU `dense` over a short document.",
             autocompletion=names_of(methods, DENSE, AUTO),
         ),
     ] = None
@@ -278,6 +279,17 @@ class TimedAttentionOptions(AttentionOptions):
         others = {"--lossless": self.lossless, "--guard": self.guard, "--gauge": gauge, "--ahead": self.ahead}
         refuse_with_auto(others, placement=self.placement, prefill=self.prefill)
         return replace(self, method=None).config(artifact, gauge=gauge)
+
+    def for_one_question(self, artifact: Artifact, device: str, *, gauge: bool = False) -> DecodeConfig:
+        """Return the config for answers to one question at a time: `config`, or by default `dense_if_short` on a GPU.
+
+        Args:
+            device: the value of `--device`.
+        """
+        config = self.config(artifact, gauge=gauge)
+        if not self.is_default or gauge or choose_device(device).type != "cuda":
+            return config
+        return dense_if_short(artifact, config)
 
 
 @dataclass
@@ -536,6 +548,12 @@ class GenerateOptions:
     def with_stats(self) -> bool:
         """Whether to print times and the share of keys and values read."""
         return self.stats or self.gauge
+
+    def config(self, artifact: Artifact, ranks: "Ranks | None") -> DecodeConfig:
+        """Return the config for answers; with `by_time`, the config to compare with dense attention."""
+        if self.batch_file is not None or ranks is not None:
+            return self.attention.config(artifact, gauge=self.gauge)
+        return self.attention.for_one_question(artifact, self.device, gauge=self.gauge)
 
     def by_time(self, ranks: "Ranks | None") -> bool:
         """Whether the faster of dense attention and the default method answers: with `--method auto`, and by default

@@ -1,7 +1,11 @@
 """Ask real models questions with known answers, and write a page of the right answers of each method.
 
+    python docs/benchmarks/real_models.py text > help.txt
     python docs/benchmarks/real_models.py measure FOLDER TEXT --model NAME_OR_FILE [--model ...] [--length N ...]
     python docs/benchmarks/real_models.py page FOLDER [--note TEXT] > docs/benchmarks/board.md
+
+`text` writes the text of the board: Python's help topics and two licences, twice, because the longest contexts have
+more tokens than they have once.
 
 `measure` runs commands of `sparsekv eval`, each of which asks questions of one task about contexts of one length that
 it draws with one seed. Several commands run beside each other, also on one GPU. With two GPUs, run `measure` for each,
@@ -394,6 +398,14 @@ def _signed(found: Interval | None) -> str:
     return f"{found.value:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
 
 
+def text() -> str:
+    """Return the text from which the board's contexts are drawn."""
+    root = Path(__file__).parents[2]
+    topics = json.loads((root / "tests/data/python-topics.json").read_text(encoding="utf-8"))
+    licences = [(root / name).read_text(encoding="utf-8") for name in ("LICENSE", "tests/data/PYTHON-LICENSE.txt")]
+    return "\n\n".join(2 * [*topics.values(), *licences])
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
@@ -413,6 +425,7 @@ def parsed() -> argparse.Namespace:
     measure.add_argument("--minutes", type=float, default=9.0)
     measure.add_argument("--workers", type=int, default=1, help="commands that run beside each other")
     measure.add_argument("--print", action="store_true", help="print the commands and run none")
+    parts.add_parser("text", help="print the text of the board")
     shown = parts.add_parser("page", help="print the page of all answers in FOLDER")
     shown.add_argument("folder", type=Path)
     shown.add_argument("--title", default="Right answers of real models")
@@ -422,6 +435,9 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
+    if given.part == "text":
+        print(text())
+        return
     if given.part == "page":
         print(page(given.folder, given.title, given.note))
         return

@@ -121,6 +121,10 @@ class DecodeConfig:
                     "leave one of them out"
                 )
 
+    def densely(self, origin: str = "") -> "DecodeConfig":
+        """Return the config with dense attention instead of its method; `origin` says why, if not the user chose it."""
+        return replace(self, attention=Dense(), budget=EVERYTHING, layer_budgets={}, dense_layers=0, origin=origin)
+
     @property
     def measured(self) -> str:
         """Option that requires measuring the missed mass: `--guard`, `--gauge` or an empty string."""

@@ -19,7 +19,7 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 from sparsekv.kernels.attention.flash_attention import flash_attention_3
-from sparsekv.runtime.attention.config import EVERYTHING, DecodeConfig, Dense
+from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.layer_timer import SettingTimes
@@ -140,7 +140,7 @@ def choose_faster(
             found = {"of": facts, "day": f"{date.today()}", "dense_ms": times.dense, "method_ms": times.method}
             replace_small(file, json.dumps(found) + "\n")
     if not times.prefers_method:
-        config = replace(config, attention=Dense(), budget=EVERYTHING, layer_budgets={}, dense_layers=0, origin="")
+        config = config.densely()
     return Choice(config, form.name, questions, times, measured)
 
 

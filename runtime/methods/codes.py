@@ -124,7 +124,6 @@ def probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> to
 
 MOST_PARTS, MOST_CHANNELS = 64, 64  # largest number of parts, and of channels of a part, that kernels support
 MOST_SHORT = 2**15  # largest number of clusters whose indices fit int16
-FEWEST_KEYS = 2**14  # with fewer keys, launch overhead dominates the time of a step
 
 
 class CodeScan:
@@ -153,8 +152,8 @@ class CodeScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the codes are on a GPU, in sizes that kernels support, and are enough for kernels to save time."""
-        return tensors["codes"].is_cuda and CodeScan.fits(tensors) and tensors["codes"].shape[1] >= FEWEST_KEYS
+        """Whether the codes are on a GPU, in sizes that kernels support."""
+        return tensors["codes"].is_cuda and CodeScan.fits(tensors)
 
     def choose_for_each(
         self, query: torch.Tensor, beside: torch.Tensor, tokens: int
@@ -222,7 +221,7 @@ class QuestionScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the codes are on a GPU, the kernel supports them, and there are enough keys for it to save time."""
+        """Whether the codes are on a GPU, in sizes that the kernel supports."""
         return CodeScan.serves(tensors) and QuestionScan.fits(tensors)
 
     def choose(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:

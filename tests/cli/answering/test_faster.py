@@ -1,6 +1,7 @@
 """`--method auto`: the faster of dense attention and the index's default answers; the times are told and kept."""
 
 import json
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,12 @@ import pytest
 from support.command import fails, run_here, sparsekv, with_options
 
 from sparsekv.cli.answering.options import GenerateAttention
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.formats.index.schema import layer_file
+from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.benchmark import faster_attention
+from sparsekv.runtime.decoding.choose_config import SHORT, choose_config, dense_if_short
+from sparsekv.runtime.selection.interface import Budget
 
 ASK = ("generate", "--model", "model", "--max-new-tokens", "5", "--json", "--method", "auto")
 FAST, SLOW = 0.25, 4.5
@@ -180,3 +186,29 @@ def test_what_needs_a_named_method_is_refused(place: Path, option: tuple[str, ..
 def test_other_commands_say_where_auto_works(place: Path, command: tuple[str, ...]) -> None:
     says = "auto works only as --method of the commands `generate`, `chat` and `serve`; name "
     fails(2, *command, "--method", "auto", says=(says,))
+
+
+def test_over_a_short_document_dense_attention_is_the_default_of_a_gpu(place: Path) -> None:
+    """By the bytes of a layer's keys and values; neither a long document nor a setting of `tune` changes its method."""
+    artifact = Artifact(place / "doc.skv")
+    config = choose_config(artifact)
+    short = dense_if_short(artifact, config)
+    assert isinstance(short.attention, Dense)
+    assert short.budget == Budget(1.0)
+    assert "--method multipole selects tokens" in short.origin
+    tuned = replace(config, origin="the index's default")
+    assert dense_if_short(artifact, tuned) == tuned
+    record = artifact.manifest.files[layer_file("context", 0)]
+    object.__setattr__(record, "bytes", SHORT)
+    assert dense_if_short(artifact, config) == config
+
+
+@pytest.mark.gpu
+def test_a_gpus_default_is_told(place: Path) -> None:
+    """With any option of the attention, or on a CPU, the index's method answers."""
+    ask = ("generate", "--model", "model", "--max-new-tokens", "5", "--json", "Why?")
+    for options, method in ((), "dense"), (("--budget", "30%"), "multipole"), (("--device", "cpu"), "multipole"):
+        outcome = run_here(*ask, *options)
+        assert outcome.code == 0, outcome.stderr
+        assert json.loads(outcome.stdout)["method"] == method
+        assert ("answers by dense attention, which is as fast on a GPU" in outcome.stderr) == (method == "dense")

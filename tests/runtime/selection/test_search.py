@@ -12,7 +12,7 @@ from support.small_tables import SMALL, TabledLayer, layer_input, tabled_layer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.kernels.posting_lists.posting_lists import estimate_logits, look_up
 from sparsekv.kernels.posting_lists.types import ExactKeys
-from sparsekv.runtime.methods.csattention import FEWEST_KEYS, CSAttention, ListSearch
+from sparsekv.runtime.methods.csattention import CSAttention, ListSearch
 from sparsekv.runtime.selection.interface import Budget, InPlace, Queries, Selection
 
 WHOLE = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
@@ -84,12 +84,13 @@ def test_every_byte_that_a_head_reads_is_counted() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("middle", [300, 2**14 + 100])
 @pytest.mark.parametrize("rerank", [1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_step_on_a_gpu(dtype: torch.dtype, rerank: float) -> None:
+def test_a_step_on_a_gpu(dtype: torch.dtype, rerank: float, middle: int) -> None:
     """It waits for nothing, gives the same again, and chooses what it does on a CPU, but for scores too near to tell
     apart."""
-    tabled = tabled_layer(4, SMALL, layer_input(4, middle=FEWEST_KEYS + 100, D=64))
+    tabled = tabled_layer(4, SMALL, layer_input(4, middle=middle, D=64))
     keys, exact = tabled.given.keys.to(dtype), normal(1, 2, 20, 64).to(dtype)
     query = tabled.layer.queries[:, :, :1].to(dtype)
     moved = {name: tensor.to(DEVICE) for name, tensor in tabled.tensors.items()}
