@@ -24,11 +24,10 @@ from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.inspecting.tables import inspection_page, print_inspection, telling_words, words_of
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
 from sparsekv.formats.device import choose_device
-from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.hints import command
+from sparsekv.formats.errors import SparsekvError, UsageError, command
 from sparsekv.formats.index.identity import check_tokenizer
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.models.embedded import named_by_index
+from sparsekv.formats.models.find import named_by_index
 from sparsekv.formats.models.load import load_tokenizer, tokenizer_identity
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.reporting.report import LayerDescription, describe_layers

@@ -10,8 +10,7 @@ import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, hash_json
 from sparsekv.formats.documents.prompt import FixedPrompt
-from sparsekv.formats.errors import WaysOut
-from sparsekv.formats.hints import add_methods_hint
+from sparsekv.formats.errors import WaysOut, add_methods_hint
 from sparsekv.formats.index.context_rows import CENTROID_FORM, with_restored_centroids
 from sparsekv.formats.index.schema import (
     FIRST_SCHEMA,

@@ -8,8 +8,7 @@ import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
 from sparsekv.formats.documents.file_order import told_changes
-from sparsekv.formats.errors import ArtifactError, UsageError
-from sparsekv.formats.hints import add_methods_hint
+from sparsekv.formats.errors import ArtifactError, UsageError, add_methods_hint
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import AUTO, TOKENS, KVDtype, Manifest, MethodRecord, PrefillRecord, Split
 from sparsekv.formats.index.writer import ArtifactWriter

@@ -22,8 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from sparsekv.formats.errors import SparsekvError, UsageError, check_type, suggestion
-from sparsekv.formats.hints import no_folder
+from sparsekv.formats.errors import SparsekvError, UsageError, check_type, no_folder, suggestion
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill

@@ -116,7 +116,7 @@ def _own_cache(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def embedded_folder() -> Path:
     """The embedded model's folder in the user's cache ($SPARSEKV_CACHE or the default); converts it the first time."""
-    from sparsekv.formats.models.embedded import pull_embedded
+    from sparsekv.formats.models.find import pull_embedded
 
     return pull_embedded()
 
@@ -124,7 +124,7 @@ def embedded_folder() -> Path:
 @pytest.fixture(scope="session")
 def embedded(embedded_folder: Path) -> "LoadedModel":
     """The embedded model in float32 on the CPU."""
-    from sparsekv.formats.models.embedded import EMBEDDED
+    from sparsekv.formats.models.find import EMBEDDED
     from sparsekv.formats.models.load import load_model
 
     return load_model(EMBEDDED, device="cpu", dtype="float32")

@@ -25,19 +25,27 @@ from sparsekv.formats.documents.document import (
     marked_encoding,
     open_document,
     read_bytes,
+    tune_hint,
 )
-from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.documents.extracted import told_blank_pages
 from sparsekv.formats.documents.file_order import KnownFile, count_changes, in_order
 from sparsekv.formats.documents.files import NAMED, Choice, SourceTexts, read_folder, read_several
 from sparsekv.formats.documents.prompt import FixedPrompt, chat_frame, departure, encode_prompt
-from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
-from sparsekv.formats.hints import ENDING, TEXT_ENDINGS, command, has_extension, with_ending
+from sparsekv.formats.errors import (
+    ENDING,
+    TEXT_ENDINGS,
+    ArtifactError,
+    SparsekvError,
+    UsageError,
+    command,
+    has_extension,
+    with_ending,
+)
 from sparsekv.formats.index.build_folder import check_output
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import BY_PATH, CHANGED_LAST, MANIFEST, FileHistory, FileOrder, Manifest, Weights
-from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.find import EMBEDDED
 from sparsekv.formats.models.load import LoadedModel, load_description, tokenizer_identity
 from sparsekv.formats.models.rope import positions_of
 from sparsekv.indexing.append import adding_plan, refuse_other_dtype

@@ -13,8 +13,7 @@ from sparsekv.cli.building.several import failure
 from sparsekv.cli.common.console import note, progress, say, tell
 from sparsekv.cli.common.streams import printable
 from sparsekv.formats.documents.files import IGNORE_FILE, folder_of_glob, is_glob
-from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.hints import ENDING
+from sparsekv.formats.errors import ENDING, SparsekvError, UsageError
 from sparsekv.formats.models.load import LoadedModel
 
 if TYPE_CHECKING:  # an optional library

@@ -16,7 +16,7 @@ from sparsekv.cli.common.commands import BY_RANKS, COMMANDS, moved
 from sparsekv.cli.common.streams import flush_streams, printable
 from sparsekv.formats.distributed.process import own_place
 from sparsekv.formats.errors import SparsekvError, nearest
-from sparsekv.formats.hints import command as shown
+from sparsekv.formats.errors import command as shown
 
 NUMBERS = {"number": "a number, such as 0.05", "integer": "a whole number"}
 NO_NUMBER = re.compile(r"Invalid value for '(--[a-z-]+)': Input should be a valid (number|integer)")
@@ -167,7 +167,7 @@ def _eval_of(arguments: Sequence[str]) -> str:
     folder, others = Path(*given[at + 1 : at + 2]), [*given[:at], *given[at + 2 :]]
     try:
         # Imported here, because `manifest` imports torch, which takes seconds and which other errors do not need.
-        from sparsekv.formats.documents.document_hints import eval_hint
+        from sparsekv.formats.documents.document import eval_hint
         from sparsekv.formats.index.manifest import read_manifest
 
         return eval_hint(folder, read_manifest(folder), *others)

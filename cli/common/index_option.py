@@ -4,8 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from sparsekv.formats.errors import UsageError, reason_of
-from sparsekv.formats.hints import command, first_build_hint, no_folder
+from sparsekv.formats.errors import UsageError, command, first_build_hint, no_folder, reason_of
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.decoding.kept import open_kept
 

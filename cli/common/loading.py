@@ -16,8 +16,7 @@ from sparsekv.cli.common.stats import counted_dtype, windows_line
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO, Manifest, Weights
-from sparsekv.formats.models.embedded import EMBEDDED, remember
-from sparsekv.formats.models.find import fetch
+from sparsekv.formats.models.find import EMBEDDED, fetch, remember
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.runtime.decoding.early import EarlyReading

@@ -166,7 +166,7 @@ def names_of(registry: Callable[[], Iterable[str]], *more: str) -> Callable[[], 
 
 
 def _embedded() -> list[str]:
-    from sparsekv.formats.models.embedded import EMBEDDED  # the module imports torch, for which --help does not wait
+    from sparsekv.formats.models.find import EMBEDDED  # the module imports torch, for which --help does not wait
 
     return [EMBEDDED]
 

@@ -221,7 +221,7 @@ def left_out(ctx: Any) -> dict[str, Any]:
 
 
 def _refuse_unnamed_model(name: str, origin: str) -> None:
-    from sparsekv.formats.models.embedded import may_be_loaded  # the module imports torch
+    from sparsekv.formats.models.find import may_be_loaded  # the module imports torch
 
     if not may_be_loaded(name):
         raise UsageError(

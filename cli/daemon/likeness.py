@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from sparsekv.cli.common.process import QUIET
-from sparsekv.formats.openmp import bound_spinning
+from sparsekv.formats import bound_spinning
 
 OF_A_SHELL = (
     "_",

@@ -14,8 +14,7 @@ from math import inf
 from pathlib import Path
 
 from sparsekv.cli.common.console import note
-from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
-from sparsekv.formats.hints import command
+from sparsekv.formats.errors import SparsekvError, UsageError, command, reason_of
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.open import OpenIndex

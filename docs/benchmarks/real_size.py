@@ -21,7 +21,7 @@ from statistics import median
 import torch
 from transformers import AutoTokenizer
 
-from sparsekv.formats.models.embedded import pull_embedded
+from sparsekv.formats.models.find import pull_embedded
 from sparsekv.runtime.benchmark.end_to_end import model_config, random_model
 
 HERE = Path(__file__).parent

@@ -21,8 +21,7 @@ from html.parser import HTMLParser
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from sparsekv.formats.documents.docx_parts import numbers_shown, prepared
-from sparsekv.formats.documents.list_numbers import in_letters, in_roman
+from sparsekv.formats.documents.docx_parts import in_letters, in_roman, numbers_shown, prepared
 
 REQUEST, REPLY = struct.Struct(">BIQ"), struct.Struct(">BQ")
 TEXT, DAMAGED, LOCKED, SLOW, LARGE, LONG = range(6)

@@ -17,8 +17,7 @@ from sparsekv.formats.documents import extracted
 from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
 from sparsekv.formats.documents.encodings import detected_encoding, western_encoding
 from sparsekv.formats.documents.ignore_patterns import Patterns
-from sparsekv.formats.errors import UsageError, reason_of
-from sparsekv.formats.hints import ENDING
+from sparsekv.formats.errors import ENDING, UsageError, reason_of
 from sparsekv.formats.index.folder import MARKER
 from sparsekv.formats.index.schema import is_source_path
 

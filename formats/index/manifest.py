@@ -16,8 +16,14 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.errors import ArtifactError, MissingIndexError, reason_of
-from sparsekv.formats.hints import build_hint, first_build_hint, with_ending
+from sparsekv.formats.errors import (
+    ArtifactError,
+    MissingIndexError,
+    build_hint,
+    first_build_hint,
+    reason_of,
+    with_ending,
+)
 from sparsekv.formats.index.folder import Folder, acquire_lock, is_marked
 from sparsekv.formats.index.schema import (
     MANIFEST,

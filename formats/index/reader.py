@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.device import device_reader
-from sparsekv.formats.errors import ArtifactError, UsageError, reason_of
-from sparsekv.formats.hints import add_methods_hint
+from sparsekv.formats.errors import ArtifactError, UsageError, add_methods_hint, reason_of
 from sparsekv.formats.index.context_rows import ContextRows, Pair, bounds, context_rows
 from sparsekv.formats.index.folder import Folder, SharedFile
 from sparsekv.formats.index.layout import check_layout, first_axis, not_finite

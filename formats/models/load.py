@@ -16,8 +16,15 @@ from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.identity import fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity, Weights
 from sparsekv.formats.models.converted import damaged_files, first_line, silent_transformers
-from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
-from sparsekv.formats.models.find import Progress, find_model, local_folder, named_path
+from sparsekv.formats.models.find import (
+    EMBEDDED,
+    Progress,
+    embedded_path,
+    find_model,
+    local_folder,
+    named_path,
+    pull_embedded,
+)
 from sparsekv.formats.models.kept import Kept, files_of
 from sparsekv.formats.models.rope import RopeScaling
 from sparsekv.formats.user.cache import cache_root

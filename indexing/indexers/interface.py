@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsekv.formats.errors import UsageError, suggestion
-from sparsekv.formats.hints import AUTO_ELSEWHERE
+from sparsekv.formats.errors import AUTO_ELSEWHERE, UsageError, suggestion
 from sparsekv.formats.index.schema import AUTO, LayerFacts, RopeFacts, Split, given_parameters
 from sparsekv.formats.registry import Registry
 

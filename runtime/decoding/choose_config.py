@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from sparsekv.formats.documents.document_hints import tune_hint
+from sparsekv.formats.documents.document import tune_hint
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Defaults, given_parameters, layer_file

@@ -12,7 +12,7 @@ from sparsekv.formats.errors import LEAVE_OUT, UsageError
 from sparsekv.formats.index.identity import ORIGINAL, fingerprint_weights
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO, Weights, layer_file, weights_named
-from sparsekv.formats.models.embedded import named_by_index, remember
+from sparsekv.formats.models.find import named_by_index, remember
 from sparsekv.formats.models.kept import files_of
 from sparsekv.formats.models.load import LoadedModel, identify, keep_model, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError, UsageError
-from sparsekv.formats.hints import add_methods_hint
+from sparsekv.formats.errors import ArtifactError, UsageError, add_methods_hint
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import layer_file

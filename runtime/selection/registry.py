@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
-from sparsekv.formats.errors import UsageError, check_type, suggestion
-from sparsekv.formats.hints import AUTO_ELSEWHERE, add_methods_hint
+from sparsekv.formats.errors import AUTO_ELSEWHERE, UsageError, add_methods_hint, check_type, suggestion
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.formats.registry import Registry

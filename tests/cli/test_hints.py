@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from support.command import fails, run_here, shell
 
-from sparsekv.formats.hints import command, is_text
+from sparsekv.formats.errors import command, is_text
 from sparsekv.formats.index.manifest import read_manifest, write_defaults
 from sparsekv.formats.index.schema import Defaults, TuneTarget
-from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.find import EMBEDDED
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
 SHOWN = re.compile(r"`(sparsekv [^`]+)`")

@@ -8,7 +8,7 @@ import pytest
 from support.command import run_here
 
 from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
-from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.find import EMBEDDED
 
 NAMED = "named_models.json"
 COMMANDS = [

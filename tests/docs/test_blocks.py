@@ -16,7 +16,7 @@ from support.doc_pages import SHELL, WRITTEN, Block, blocks, name
 from support.python_help import DOCUMENT
 
 from sparsekv.formats.models.converted import SUMS, seal
-from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.find import EMBEDDED
 
 TEXTS = ("manual", "doc", "book", "report", "more", "chapter2")
 CHARACTERS = 1300  # of a text: some 400 tokens

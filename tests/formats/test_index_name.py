@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.formats.hints import beside, with_ending
+from sparsekv.formats.errors import beside, with_ending
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from sparsekv.formats.index.manifest import read_manifest, write_defaults
 from sparsekv.formats.index.schema import Defaults, TuneTarget
-from sparsekv.formats.models.embedded import EMBEDDED
+from sparsekv.formats.models.find import EMBEDDED
 
 ASK = ("generate", "Why?", "--json", "--max-new-tokens", "1", "-q")
 

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.converted import damaged_files
-from sparsekv.formats.models.embedded import EMBEDDED, embedded_path, pull_embedded
-from sparsekv.formats.models.find import find_model
+from sparsekv.formats.models.find import EMBEDDED, embedded_path, find_model, pull_embedded
 from sparsekv.formats.models.load import LoadedModel, known_models
 
-PULL = "from sparsekv.formats.models.embedded import pull_embedded; print(pull_embedded())"
+PULL = "from sparsekv.formats.models.find import pull_embedded; print(pull_embedded())"
 
 
 @pytest.fixture

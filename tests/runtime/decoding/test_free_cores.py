@@ -190,7 +190,7 @@ def waiting(code: str, **environment: str) -> dict[str, str]:
     ],
 )
 def test_threads_that_wait_do_not_spin_for_long(code: str) -> None:
-    from sparsekv.formats.openmp import SPINS
+    from sparsekv.formats import SPINS
 
     # Before transformers, which takes seconds to import, torch has been loaded.
     ends = "import os, sys; sys.addaudithook(lambda event, about: about[:1] == ('transformers',) and os._exit(0))"
