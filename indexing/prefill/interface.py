@@ -13,8 +13,7 @@ import torch
 from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.formats.registry import Registry
-from sparsekv.kernels.attention.attention import causal_attention
-from sparsekv.kernels.attention.chunk_attention import chunk_attention
+from sparsekv.kernels.attention.attention import causal_attention, chunk_attention
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.scores.quoka import best_keys
 

@@ -8,7 +8,7 @@ import torch
 from sparsekv.formats.errors import check_at_least_one
 from sparsekv.formats.index.schema import LayerFacts, QuokaOptions
 from sparsekv.indexing.prefill.interface import SparsePrefill, prefills
-from sparsekv.kernels.attention.chunk_attention import sampled_attention, spaced_places
+from sparsekv.kernels.attention.attention import sampled_attention, spaced_places
 from sparsekv.kernels.scores.logits import keydiff_scores
 from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_keys, quoka_scores, subselect_queries
 

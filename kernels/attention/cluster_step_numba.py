@@ -9,21 +9,25 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from sparsekv.kernels.attention.lanes_numba import NOTHING, add_rows, exp_of, largest_of, write_logits
-from sparsekv.kernels.attention.step_memory_numba import (
+from sparsekv.kernels.attention.compiled_step_numba import (
+    NOTHING,
     VERSION,
+    add_rows,
     clear,
     compiled,
+    exp_of,
     floats,
     ints,
     job_type,
     join,
+    largest_of,
     longs,
     share_of,
     thread_count,
     thread_number,
     to_weights,
     wait_for_all,
+    write_logits,
 )
 
 Job = job_type("centroids counts log_counts starts stand_values")

@@ -11,38 +11,36 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from sparsekv.kernels.attention.lanes_numba import (
+from sparsekv.kernels.attention.compiled_step_numba import (
     LANES,
     LARGEST,
     NOTHING,
     SUMS,
+    VERSION,
     add_one,
     add_rows,
     byte_at,
     cap_logits,
+    clear,
+    compiled,
     exp_of,
     fetch,
+    floats,
+    ints,
+    job_type,
+    join,
     largest_of,
     load_lanes,
     no_lanes,
     plus,
     plus_times,
-    store_lanes,
-    write_logits,
-)
-from sparsekv.kernels.attention.step_memory_numba import (
-    VERSION,
-    clear,
-    compiled,
-    floats,
-    ints,
-    job_type,
-    join,
     share_of,
+    store_lanes,
     thread_count,
     thread_number,
     to_weights,
     wait_for_all,
+    write_logits,
 )
 
 CODES = 256  # rows of a table, one for each value of a byte

@@ -10,7 +10,7 @@ import torch
 from sparsekv.kernels.attention.attention import OwnRows, Segment, own_logits, shared_attention
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.common.on_gpu import on_gpu
-from sparsekv.kernels.common.runs import expand_runs
+from sparsekv.kernels.common.rows import expand_runs
 from sparsekv.kernels.scores.logits import attention_logits
 
 

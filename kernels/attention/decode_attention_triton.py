@@ -27,9 +27,8 @@ from sparsekv.kernels.common.launch import (
     side_by_side,
     tile_rows,
 )
-from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
 from sparsekv.kernels.common.run_rows_triton import list_rows
-from sparsekv.kernels.common.tiles_triton import LOG2_E
+from sparsekv.kernels.common.tiles_triton import LOG2_E, from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
 
 
 @triton.jit

@@ -26,8 +26,7 @@ from sparsekv.kernels.common.launch import (
     tile_rows,
     unit_stride,
 )
-from sparsekv.kernels.common.pairs_triton import from_pairs, in_pairs, load_pairs, scaled_queries
-from sparsekv.kernels.common.tiles_triton import LOG2_E
+from sparsekv.kernels.common.tiles_triton import LOG2_E, from_pairs, in_pairs, load_pairs, scaled_queries
 
 LOGSUMEXP_TILE_BYTES, LOGSUMEXP_WARPS = 16_384, 4
 

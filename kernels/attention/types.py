@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
+from sparsekv.kernels.common.rows import Int8Kernel, RowScales
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.clusters.types import (
+from sparsekv.kernels.clusters.cluster_choice import (
     EXPONENT_BITS,
     OPENED_BITS,
     SCORE_BITS,

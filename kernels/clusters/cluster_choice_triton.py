@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
-from sparsekv.kernels.clusters.types import ListedChoice
+from sparsekv.kernels.clusters.cluster_choice import ListedChoice
 from sparsekv.kernels.common import tiles_triton as common
-from sparsekv.kernels.common.eight_bits import Int8Kernel, Keys, RowScales, pair_block
 from sparsekv.kernels.common.launch import (
     aligned,
     count_sms,
@@ -18,7 +17,8 @@ from sparsekv.kernels.common.launch import (
     side_by_side,
     tile_rows,
 )
-from sparsekv.kernels.common.pairs_triton import pair_products, scaled_queries, scales_of
+from sparsekv.kernels.common.rows import Int8Kernel, Keys, RowScales, pair_block
+from sparsekv.kernels.common.tiles_triton import pair_products, scaled_queries, scales_of
 
 # IN_8_BITS is used for int8 centroids, MANY_CLUSTERS for more than MANY clusters that are not listed, and FEW_CLUSTERS
 # for all others. Each holds tile bytes, pipeline stages, programs per SM and warps, which were fastest as measured.

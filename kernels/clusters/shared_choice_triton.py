@@ -4,7 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.clusters.types import EXPONENT_BITS, MOST_TOKENS, SCORE_BITS, TOKEN_BITS, SharedChoice, least_rank
+from sparsekv.kernels.clusters.cluster_choice import (
+    EXPONENT_BITS,
+    MOST_TOKENS,
+    SCORE_BITS,
+    TOKEN_BITS,
+    SharedChoice,
+    least_rank,
+)
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import (
     aligned,

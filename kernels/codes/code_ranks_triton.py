@@ -8,14 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, LEAST_OCTAVES, LEVELS, STEP_ROOM, CodeRanks
+from sparsekv.kernels.codes.code_ranks import CENTROIDS, HEADROOM, LEAST_OCTAVES, LEVELS, STEP_ROOM, CodeRanks
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import aligned, count_sms, dependent_launch, group_rows, power_of_two, tile_rows
 from sparsekv.kernels.common.tiles_triton import LOG2_E
 from sparsekv.kernels.posting_lists import packed_triton as packed
-from sparsekv.kernels.posting_lists.list_ranks_triton import EXACT_PROGRAMS, add_exact
-from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
-from sparsekv.kernels.posting_lists.types import (
+from sparsekv.kernels.posting_lists.list_ranks import (
     FEW_RANKS,
     FINE,
     FINE_FROM,
@@ -24,6 +22,8 @@ from sparsekv.kernels.posting_lists.types import (
     TokenRanks,
     lowest_rank,
 )
+from sparsekv.kernels.posting_lists.list_ranks_triton import EXACT_PROGRAMS, add_exact
+from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
 
 HEADS_OF_WORD = 4
 TILE_BYTES, STAGES, WARPS = 16_384, 2, 4

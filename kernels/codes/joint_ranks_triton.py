@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.types import CENTROIDS, HEADROOM, JoinedKeys
+from sparsekv.kernels.codes.code_ranks import CENTROIDS, HEADROOM, JoinedKeys
 from sparsekv.kernels.common.launch import aligned, dependent_launch, power_of_two
 from sparsekv.kernels.common.tiles_triton import LOG2_E, capped, dot, wait_for_previous_kernel
+from sparsekv.kernels.posting_lists.list_ranks import BINS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 from sparsekv.kernels.posting_lists.packed_triton import byte_of, exp2, one_each, sums_of_fours
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
-from sparsekv.kernels.posting_lists.types import BINS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
 FLAGGED, TILE = 1024, 1024  # chosen keys that a program flags, and keys of a tile that a program counts or lists
 

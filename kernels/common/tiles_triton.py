@@ -1,6 +1,11 @@
-"""Helpers of several Triton kernels: shares of work, products, soft caps, dependent launches.
+"""Helpers of several Triton kernels: shares of work, products, soft caps, dependent launches, and pairs of int8 values.
 
 Kernels import the constants by name, because otherwise Triton does not recompile them when a constant changes.
+
+Of an int8 row, the values of two adjacent channels are read together, as one int16. Tensor cores multiply float16. For
+the product with values, an operand is loaded transposed from shared memory: two elements at a time if they have 16
+bits, but one by one if they have 8. Therefore the int8 values stay in pairs until they are in the registers of the
+multiplication. A row's channels become two operands of half the width: the first channel of each pair, and the second.
 """
 
 import math
@@ -149,3 +154,118 @@ def dot(a, b):
         a, b = a.to(tl.float32), b.to(tl.float32)
     precision: tl.constexpr = "ieee" if a.dtype == tl.float32 else "tf32"
     return tl.dot(a, b, input_precision=precision)
+
+
+LARGEST_HALF = tl.constexpr(65504.0)
+# An int8 value of -128 to 127 becomes a byte of 0 to 255 when its highest bit is flipped. With 0x64 as the upper byte,
+# it is a float16 number of 1024 to 1279, which is the int8 value plus SHIFT. The GPU's own conversion takes one
+# instruction for each value, at a quarter of the speed.
+SHIFT = tl.constexpr(1152.0)
+_FIRST = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64806480, 0x6A;")
+_SECOND = tl.constexpr("{ .reg .b32 bytes; xor.b32 bytes, $1, 0x80808080; prmt.b32 $0, bytes, 0x64646464, 0x4341; }")
+_SHIFTED_BACK = tl.constexpr("{ .reg .b32 middle; mov.b32 middle, 0x64806480; sub.f16x2 $0, $1, middle; }")
+
+
+@triton.jit
+def first_of(pairs, EXACT: tl.constexpr):
+    """Convert the first int8 value of each pair [..., D / 2] int16 to float16, plus SHIFT.
+
+    With EXACT, or in the interpreter, the result is float32 without SHIFT.
+    """
+    if EXACT or WIDEN:
+        return pairs.to(tl.int8).to(tl.float32)
+    else:  # the `else` is needed: code after a return is compiled too, and this branch returns another type
+        return tl.inline_asm_elementwise(_FIRST, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def second_of(pairs, EXACT: tl.constexpr):
+    """Convert the second int8 value of each pair, like `first_of`."""
+    if EXACT or WIDEN:
+        return (pairs >> 8).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(_SECOND, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def shifted_back(numbers, EXACT: tl.constexpr):
+    """Subtract SHIFT from the results of `first_of` or `second_of`, two values per instruction.
+
+    With EXACT, or in the interpreter, these results are without SHIFT, and are returned unchanged.
+    """
+    if EXACT or WIDEN:
+        return numbers
+    else:
+        return tl.inline_asm_elementwise(_SHIFTED_BACK, "=r,r", [numbers], tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def in_pairs(rows, R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Split rows [R, D] into the pairs' first channels and second channels, [R, D / 2] each."""
+    return tl.split(tl.reshape(rows, [R, BLOCK_D // 2, 2]))
+
+
+@triton.jit
+def from_pairs(first, second, R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Interleave the pairs' first and second channels [R, D / 2] to rows [R, D]."""
+    return tl.reshape(tl.join(first, second), [R, BLOCK_D])
+
+
+@triton.jit
+def scaled_queries(q, channels, offsets, d, in_row, scale, EACH: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Multiply queries [R, D] by the scales of the keys' channels, for products with int8 keys.
+
+    The scaled queries are divided by a largest magnitude, so that they fit in float16. With EACH, it is the largest
+    magnitude of each query. Otherwise it is the largest of all queries, which saves a multiplication of each logit. The
+    kernels use EACH if the queries are of several tokens.
+
+    Returns:
+        the scaled queries in pairs, [R, D / 2] each; the term [R] that SHIFT adds to their products with keys; the
+        largest magnitude times `scale`, [R] with EACH; and the products [R] of the unscaled queries with the channels'
+        offsets, times `scale`.
+    """
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    exact = q.to(tl.float32)
+    scaled = exact * tl.load(channels + d, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    products = tl.sum(exact * tl.load(offsets + d, mask=in_row, other=0.0).to(tl.float32)[None, :], 1)
+    of_each = tl.max(tl.abs(scaled), 1)
+    if EACH:
+        largest = tl.where(of_each == 0.0, 1.0, of_each)
+        scaled = scaled / largest[:, None]
+    else:
+        most = tl.max(of_each, 0)
+        largest = tl.where(most == 0.0, 1.0, most)
+        scaled = scaled / largest
+    shift = tl.zeros([R], tl.float32)
+    if not EXACT:
+        scaled = scaled.to(tl.float16)
+        if not WIDEN:
+            shift = tl.sum(scaled.to(tl.float32), 1) * SHIFT
+    first, second = in_pairs(scaled, R, BLOCK_D)
+    return first, second, shift, largest * scale, products * scale
+
+
+@triton.jit
+def scales_of(words, of_queries, unit):
+    """Unpack words [TILE] of two bfloat16 scales.
+
+    Returns the scales of keys times `of_queries`, and the scales of values divided by `unit`, at most LARGEST_HALF.
+    """
+    of_keys = (words << 16).to(tl.float32, bitcast=True) * of_queries
+    return of_keys, tl.minimum((words & -65536).to(tl.float32, bitcast=True) / unit, LARGEST_HALF)
+
+
+@triton.jit
+def load_pairs(rows, places, in_row, ALL: tl.constexpr):
+    """Load pairs [TILE, D / 2] int16 at some offsets; with ALL, the block has no padding and needs no mask."""
+    if ALL:
+        return tl.load(rows + places)
+    else:
+        return tl.load(rows + places, mask=in_row[None, :], other=0)
+
+
+@triton.jit
+def pair_products(first, second, shift, keys, EXACT: tl.constexpr):
+    """Compute the products [R, TILE] of scaled queries, in pairs, with int8 keys in pairs, [TILE, D / 2] int16."""
+    turned = tl.trans(keys)
+    return dot(first, first_of(turned, EXACT)) + dot(second, second_of(turned, EXACT)) - shift[:, None]

@@ -9,10 +9,11 @@ import ctypes
 import numpy as np
 from numba import carray, njit
 
-from sparsekv.kernels.attention.lanes_numba import SUMS, fetch
-from sparsekv.kernels.attention.step_memory_numba import (
+from sparsekv.kernels.attention.compiled_step_numba import (
+    SUMS,
     VERSION,
     compiled,
+    fetch,
     floats,
     ints,
     pointer,

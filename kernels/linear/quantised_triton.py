@@ -1,7 +1,12 @@
-"""Products of few rows with quantised weights, in Triton: each weight is read once, and converted in registers.
+"""Products of one row or of few rows with quantised weights, in Triton. Sums are float32.
 
-A program computes BLOCK_N outputs, for 16-bit rows on tensor cores. It multiplies in the rows' dtype, which holds int8
-and 4-bit numbers exactly. Sums are float32. One row alone is multiplied by `one_row_linears_triton`.
+A decode step is many products of one row. Each reads its weights once, and a short one ends before the GPU has reached
+the full bandwidth of its memory. A joint launch of up to three layers that read the same row is one product instead of
+three. A program loads its first weights, unless they have four bits, before it waits for the previous kernel. The
+products of one row are float32.
+
+For few rows, each weight is read once, and converted in registers. A program computes BLOCK_N outputs, for 16-bit rows
+on tensor cores. It multiplies in the rows' dtype, which holds int8 and 4-bit numbers exactly.
 """
 
 from dataclasses import dataclass
@@ -13,9 +18,216 @@ import triton.language as tl
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import dependent_launch, power_of_two
 from sparsekv.kernels.common.tiles_triton import WIDEN
-from sparsekv.kernels.linear.one_row_triton import one_row_linears_triton
+from sparsekv.kernels.linear.quantised import PAIR, TOGETHER, Int4Weight, Int8Weight, Weight
 
-PAIR = tl.constexpr(64)  # input channels of a pair of groups: the low and the high four bits of 32 bytes
+_PAIR = tl.constexpr(PAIR)  # input channels of a pair of groups: the low and the high four bits of 32 bytes
+
+# Conversion of four int8 to float32. Each byte, with its highest bit flipped, replaces the lowest bits of the float
+# 2^23, whose unit in the last place is 1. Then 2^23 + 128 is subtracted. The GPU's own conversion has a quarter of the
+# speed of other instructions.
+_FLOATS = tl.constexpr(
+    """{ .reg .b32 u; xor.b32 u, $4, 0x80808080;
+    prmt.b32 $0, u, 0x4B000000, 0x7440; prmt.b32 $1, u, 0x4B000000, 0x7441;
+    prmt.b32 $2, u, 0x4B000000, 0x7442; prmt.b32 $3, u, 0x4B000000, 0x7443;
+    sub.f32 $0, $0, 0f4B000080; sub.f32 $1, $1, 0f4B000080;
+    sub.f32 $2, $2, 0f4B000080; sub.f32 $3, $3, 0f4B000080; }"""
+)
+# Conversion of eight unsigned numbers u of four bits to float32. The high half of a byte becomes 1 + u / 16, and the
+# low half becomes 1 + u / 256.
+_NIBBLES = tl.constexpr(
+    """{ .reg .b32 a, b, c, d; shl.b32 a, $8, 15; shl.b32 b, $8, 7; shr.u32 c, $8, 1; shr.u32 d, $8, 9;
+    lop3.b32 $0, a, 0x00078000, 0x3F800000, 0xEA; lop3.b32 $1, b, 0x00078000, 0x3F800000, 0xEA;
+    lop3.b32 $2, c, 0x00078000, 0x3F800000, 0xEA; lop3.b32 $3, d, 0x00078000, 0x3F800000, 0xEA;
+    lop3.b32 $4, a, 0x00780000, 0x3F800000, 0xEA; lop3.b32 $5, b, 0x00780000, 0x3F800000, 0xEA;
+    lop3.b32 $6, c, 0x00780000, 0x3F800000, 0xEA; lop3.b32 $7, d, 0x00780000, 0x3F800000, 0xEA; }"""
+)
+
+
+@triton.jit
+def _as_floats(weights):
+    """Convert weights to float32, exactly."""
+    if WIDEN or weights.dtype != tl.int8:
+        return weights.to(tl.float32)
+    else:  # the `else` is needed: code after a return is compiled too
+        return tl.inline_asm_elementwise(_FLOATS, "=r,=r,=r,=r,r", [weights], tl.float32, is_pure=True, pack=4)
+
+
+@triton.jit
+def _row_tile(row, at, K, WHOLE: tl.constexpr):
+    """Load some channels of the row as float32."""
+    return (tl.load(row + at) if WHOLE else tl.load(row + at, mask=at < K, other=0.0)).to(tl.float32)
+
+
+@triton.jit
+def _finish(total, bias, output, n, inside, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + n, total.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multiply(
+    row, weight, scales, bias, output, program, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_N outputs from int8 or unrounded weights [N, K]."""
+    n, k = program * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    inside = n < N
+    weight += n.to(tl.int64)[:, None] * K
+    here = inside[:, None] if WHOLE else inside[:, None] & (k < K)[None, :]
+    w = tl.load(weight + k[None, :], mask=here, other=0, eviction_policy="evict_first")
+    common.wait_for_previous_kernel(EARLY)
+    sums = _as_floats(w) * _row_tile(row, k, K, WHOLE)[None, :]
+    for first in range(BLOCK_K, K, BLOCK_K):
+        at = first + k
+        here = inside[:, None] if WHOLE else inside[:, None] & (at < K)[None, :]
+        w = tl.load(weight + at[None, :], mask=here, other=0, eviction_policy="evict_first")
+        sums += _as_floats(w) * _row_tile(row, at, K, WHOLE)[None, :]
+    total = tl.sum(sums, 1)
+    if BITS == 8:
+        total *= tl.load(scales + n, mask=inside, other=0.0)
+    _finish(total, bias, output, n, inside, HAS_BIAS)
+
+
+@triton.jit
+def _sums_of_nibbles(packed, x, y, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, SIXTEENS: tl.constexpr):
+    """Subtract 8 from 4-bit numbers; multiply those in the low halves of bytes by x, those in the high halves by y.
+
+    Return two sums [BLOCK_N, SIXTEENS], each over 16 neighbouring bytes.
+    """
+    if EXACT or WIDEN:
+        low, high = (packed & 15).to(tl.float32) - 8.0, (packed >> 4).to(tl.float32) - 8.0
+        low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, SIXTEENS, 16]), 2)
+        high = tl.sum(tl.reshape(high * y[None, :], [BLOCK_N, SIXTEENS, 16]), 2)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES, "=r,=r,=r,=r,=r,=r,=r,=r,r", [packed], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+        # A 4-bit number is u - 8, and so 1 + 8 / 256 is subtracted from low halves, and 1 + 8 / 16 from high halves.
+        low = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, SIXTEENS, 16]), 2)
+        high = tl.sum(tl.reshape(high * y[None, :], [BLOCK_N, SIXTEENS, 16]), 2)
+        of_x, of_y = tl.sum(tl.reshape(x, [SIXTEENS, 16]), 1), tl.sum(tl.reshape(y, [SIXTEENS, 16]), 1)
+        low, high = 256.0 * (low - 1.03125 * of_x[None, :]), 16.0 * (high - 1.5 * of_y[None, :])
+    return low, high
+
+
+@triton.jit
+def _multiply_int4(
+    row, packed, scales, bias, output, program, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_N outputs from 4-bit weights [N, pairs, 32] with scales [N, pairs] of two bfloat16 in a word."""
+    BLOCK: tl.constexpr = BLOCK_K // _PAIR
+    n, j, pairs = program * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK * 32), tl.cdiv(K, _PAIR)
+    inside = n < N
+    sixteen = tl.arange(0, BLOCK * 2) // 2
+    packed += n.to(tl.int64)[:, None] * pairs * 32
+    scales += n.to(tl.int64)[:, None] * pairs
+    low_k = j // 32 * _PAIR + j % 32
+    sums = tl.zeros([BLOCK_N, BLOCK * 2], tl.float32)
+    common.wait_for_previous_kernel(EARLY)
+    for first in range(0, pairs, BLOCK):
+        k = first * _PAIR + low_k
+        here = inside[:, None] if WHOLE else inside[:, None] & (k < K)[None, :]
+        there = inside[:, None] if WHOLE else inside[:, None] & (first + sixteen < pairs)[None, :]
+        w = tl.load(packed + (first * 32 + j)[None, :], mask=here, other=0)
+        words = tl.load(scales + (first + sixteen)[None, :], mask=there, other=0)
+        x, y = _row_tile(row, k, K, WHOLE), _row_tile(row, k + 32, K, WHOLE)
+        low, high = _sums_of_nibbles(w, x, y, EXACT, BLOCK_N, BLOCK * 2)
+        sums += low * (words << 16).to(tl.float32, bitcast=True) + high * (words & -65536).to(tl.float32, bitcast=True)
+    _finish(tl.sum(sums, 1), bias, output, n, inside, HAS_BIAS)
+
+
+@triton.jit
+def _outputs(
+    row, weight, scales, bias, output, program, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if BITS == 4:
+        _multiply_int4(
+            row, weight, scales, bias, output, program, N, K, HAS_BIAS, WHOLE, EXACT, BLOCK_N, BLOCK_K, EARLY
+        )
+    else:
+        _multiply(row, weight, scales, bias, output, program, N, K, HAS_BIAS, WHOLE, BITS, BLOCK_N, BLOCK_K, EARLY)
+
+
+@triton.jit
+def _one_row_kernel(
+    row, weight_0, scales_0, bias_0, N_0, weight_1, scales_1, bias_1, N_1, weight_2, scales_2, bias_2, N_2, output, K,
+    NUMBER: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Multiply one row [K] by NUMBER weights; their N_0, N_1 and N_2 outputs are stored one after another."""
+    program, first, second = tl.program_id(0), tl.cdiv(N_0, BLOCK_N), tl.cdiv(N_0, BLOCK_N) + tl.cdiv(N_1, BLOCK_N)
+    if program < first:
+        _outputs(
+            row, weight_0, scales_0, bias_0, output, program, N_0, K,
+            HAS_BIAS, WHOLE, BITS, EXACT, BLOCK_N, BLOCK_K, EARLY,
+        )  # fmt: skip
+    # The outer conditions are decided when the kernel is compiled, and remove the code of weights that are not there.
+    if NUMBER > 1:  # noqa: SIM102
+        if (program >= first) & (program < second):
+            _outputs(
+                row, weight_1, scales_1, bias_1, output + N_0, program - first, N_1, K,
+                HAS_BIAS, WHOLE, BITS, EXACT, BLOCK_N, BLOCK_K, EARLY,
+            )  # fmt: skip
+    if NUMBER > 2:  # noqa: SIM102
+        if program >= second:
+            _outputs(
+                row, weight_2, scales_2, bias_2, output + N_0 + N_1, program - second, N_2, K,
+                HAS_BIAS, WHOLE, BITS, EXACT, BLOCK_N, BLOCK_K, EARLY,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Outputs of a program, input channels that it reads at a time, and its warps."""
+
+    outputs: int
+    channels: int
+    warps: int
+
+
+ROW_TILES = {4: RowTile(8, 2048, 4), 8: RowTile(4, 1024, 4), 16: RowTile(4, 1024, 4)}
+"""Tiles by the bits of a weight; 16 is for weights that are not rounded."""
+
+
+def one_row_linears_triton(row, weights, biases):
+    """Run `one_row_linears` on a GPU; allocates the output alone."""
+    tile = ROW_TILES[_bits(weights[0])]
+    counts = [_outputs_of(one) for one in weights]
+    output = row.new_empty(1, sum(counts))
+    more = [_tensors(*pair) for pair in zip(weights, biases, strict=True)]
+    slots = [part for tensors, count in zip(more, counts, strict=True) for part in (*tensors, count)]
+    slots += (*more[0], 0) * (TOGETHER - len(weights))
+    _one_row_kernel[(sum(triton.cdiv(count, tile.outputs) for count in counts),)](
+        row.contiguous(), *slots, output, row.shape[1], NUMBER=len(weights), HAS_BIAS=biases[0] is not None,
+        WHOLE=row.shape[1] % tile.channels == 0, BITS=_bits(weights[0]), EXACT=row.dtype == torch.float32,
+        BLOCK_N=tile.outputs, BLOCK_K=tile.channels, num_warps=tile.warps,
+        **dependent_launch(row.device),
+    )  # fmt: skip
+    return output
+
+
+def _bits(weight: Weight) -> int:
+    return 16 if isinstance(weight, torch.Tensor) else weight.bits
+
+
+def _outputs_of(weight: Weight) -> int:
+    return len(weight if isinstance(weight, torch.Tensor) else weight.numbers)
+
+
+def _tensors(weight: Weight, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tensors of weights, scales and bias; a tensor that is missing is replaced by the weights."""
+    match weight:
+        case Int8Weight(numbers, scales):
+            pass
+        case Int4Weight(numbers, scales):
+            scales = scales.view(torch.int32)
+        case _:
+            numbers = scales = weight
+    return numbers, scales, numbers if bias is None else bias
+
 
 # Conversion of four int8 to bfloat16, which has 8 significant bits: 128 plus the byte's low 7 bits, minus 128, or minus
 # 256 if the byte's highest bit is set.
@@ -144,7 +356,7 @@ def _int4_rows_kernel(
     pair = n.to(tl.int64)[None, :] * PAIRS + part[:, None]
     packed += pair[:, :, None] * 32 + j[None, None, :]
     scales += pair
-    k = part[:, None] * PAIR + j[None, :]
+    k = part[:, None] * _PAIR + j[None, :]
     rows += r[None, None, :] * K + k[:, :, None]
     common.wait_for_previous_kernel(EARLY)
     for first in tl.range(0, PAIRS, PARTS, num_stages=STAGES):
@@ -152,12 +364,14 @@ def _int4_rows_kernel(
         w = tl.load(packed + first * 32, mask=within[:, :, None], other=0)
         words = tl.load(scales + first, mask=within, other=0)
         if WHOLE:
-            x = tl.load(rows + first * PAIR, mask=(r < R)[None, None, :], other=0.0)
-            y = tl.load(rows + first * PAIR + 32, mask=(r < R)[None, None, :], other=0.0)
+            x = tl.load(rows + first * _PAIR, mask=(r < R)[None, None, :], other=0.0)
+            y = tl.load(rows + first * _PAIR + 32, mask=(r < R)[None, None, :], other=0.0)
         else:
-            there = first * PAIR + k
-            x = tl.load(rows + first * PAIR, mask=(r < R)[None, None, :] & (there < K)[:, :, None], other=0.0)
-            y = tl.load(rows + first * PAIR + 32, mask=(r < R)[None, None, :] & (there + 32 < K)[:, :, None], other=0.0)
+            there = first * _PAIR + k
+            x = tl.load(rows + first * _PAIR, mask=(r < R)[None, None, :] & (there < K)[:, :, None], other=0.0)
+            y = tl.load(
+                rows + first * _PAIR + 32, mask=(r < R)[None, None, :] & (there + 32 < K)[:, :, None], other=0.0
+            )
         if WIDEN:
             x, y = x.to(tl.float32), y.to(tl.float32)
         low, high = _nibbles_as_rows(w, dtype)
@@ -220,7 +434,7 @@ def int4_linear_triton(rows, weight, bias):
     options = _options(rows, K, bias, tile) | _ahead(tile, pairs * size)
     _int4_rows_kernel[(triton.cdiv(N, tile.outputs),)](
         rows, weight.numbers, weight.scales.view(torch.int32), output if bias is None else bias, output, R, N, K, pairs,
-        PARTS=tile.channels // PAIR.value, ROWS=_padded(R), **options,
+        PARTS=tile.channels // PAIR, ROWS=_padded(R), **options,
     )  # fmt: skip
     return output
 

@@ -17,9 +17,9 @@ from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, group_rows, power_of_two, tile_rows
 from sparsekv.kernels.common.tiles_triton import LOG2_E
 from sparsekv.kernels.posting_lists import packed_triton as packed
+from sparsekv.kernels.posting_lists.list_ranks import BINS, LARGEST, TokenRanks, lowest_rank
 from sparsekv.kernels.posting_lists.packed_triton import TO_BYTES
 from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, TILE_TOKENS, TILE_WORDS
-from sparsekv.kernels.posting_lists.types import BINS, LARGEST, TokenRanks, lowest_rank
 
 # Tiles are small and there is one pipeline stage. With more shared memory per program, fewer programs could wait for
 # memory at the same time.

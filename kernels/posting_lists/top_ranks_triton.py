@@ -8,8 +8,8 @@ from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import count_sms, dependent_launch, group_rows, num_splits, power_of_two, tile_rows
 from sparsekv.kernels.common.tiles_triton import LOG2_E
 from sparsekv.kernels.posting_lists import packed_triton as packed
+from sparsekv.kernels.posting_lists.list_ranks import BINS, FEW_RANKS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
-from sparsekv.kernels.posting_lists.types import BINS, FEW_RANKS, FRACTION_BITS, RANKS, TokenRanks, lowest_rank
 
 PROGRAMS_PER_SM = 4
 TILE_BYTES, STAGES, WARPS, RANK_WARPS = 16_384, 3, 4, 8

@@ -9,7 +9,7 @@ from sparsekv.formats.device import release_pages
 from sparsekv.kernels.attention.attention import OwnRows, Segment, attend, attend_once, of_last
 from sparsekv.kernels.attention.decode_attention import decode_attention, shared_decode
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
-from sparsekv.kernels.posting_lists.types import ExactKeys
+from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.step import Step, everything, in_place_runs
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair, PlacedRows

@@ -12,7 +12,7 @@ from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import SparsekvError, UsageError, check_choice
 from sparsekv.formats.index.schema import Weights
 from sparsekv.formats.models.load import DTYPES, check_dtype
-from sparsekv.kernels.linear.quantised_linear import quantise_linears
+from sparsekv.kernels.linear.quantised import quantise_linears
 from sparsekv.runtime.benchmark.end_to_end import (
     ModelBench,
     ModelRow,

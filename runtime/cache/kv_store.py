@@ -22,7 +22,7 @@ from sparsekv.formats.index.context_rows import Pair as Pair
 from sparsekv.formats.index.layout import check_values
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.kernels.attention.types import RunRows
-from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
+from sparsekv.kernels.common.rows import Int8Kernel, RowScales
 from sparsekv.runtime.cache.buffers import GrowingRows
 
 

@@ -7,7 +7,7 @@ import torch
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.kernels.common.given_rows import RowLayer
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.kernels.common.runs import store_new_row
+from sparsekv.kernels.common.rows import store_new_row
 from sparsekv.runtime.cache.buffers import ReadRows
 
 FIRST_NEW_ROWS = 64

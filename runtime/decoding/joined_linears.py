@@ -9,8 +9,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 from sparsekv.kernels.common.launch import dependent_launch
-from sparsekv.kernels.linear.quantised import TOGETHER, one_row_linears
-from sparsekv.kernels.linear.quantised_linear import rounded
+from sparsekv.kernels.linear.quantised import TOGETHER, one_row_linears, rounded
 
 aten = torch.ops.aten
 

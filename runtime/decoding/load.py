@@ -16,7 +16,7 @@ from sparsekv.formats.models.find import named_by_index, remember
 from sparsekv.formats.models.kept import files_of
 from sparsekv.formats.models.load import LoadedModel, identify, keep_model, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
-from sparsekv.kernels.linear.quantised_linear import quantise_linears
+from sparsekv.kernels.linear.quantised import quantise_linears
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.answer import unused_settings

@@ -20,8 +20,7 @@ from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes
 from sparsekv.kernels.attention.types import ScoredCentroids, TakenRows
-from sparsekv.kernels.codes.code_ranks import join_chosen, rank_codes, rank_jointly
-from sparsekv.kernels.codes.types import (
+from sparsekv.kernels.codes.code_ranks import (
     CENTROIDS,
     IN_WORD,
     JoinedKeys,
@@ -29,13 +28,15 @@ from sparsekv.kernels.codes.types import (
     LaidOutCodes,
     WeighedClusters,
     as_stored,
+    join_chosen,
     lay_out_codes,
+    rank_codes,
+    rank_jointly,
     spans_of,
 )
 from sparsekv.kernels.common.launch import power_of_two
-from sparsekv.kernels.common.runs import expand_runs, fill_budget
-from sparsekv.kernels.posting_lists.list_ranks import rank_rows, top_ranked
-from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups
+from sparsekv.kernels.common.rows import expand_runs, fill_budget
+from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, KeyGroups, rank_rows, top_ranked
 from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softcapped
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.interface import (

@@ -19,7 +19,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
-from sparsekv.kernels.posting_lists.list_ranks import rank_rows, rank_tokens, top_ranked
+from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, rank_rows, rank_tokens, top_ranked
 from sparsekv.kernels.posting_lists.posting_lists import (
     SCORINGS,
     Tables,
@@ -33,7 +33,6 @@ from sparsekv.kernels.posting_lists.posting_lists import (
     split_channels,
     top_lists,
 )
-from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.logits import best_tokens, softcapped, softmax_with_logsumexp
 from sparsekv.runtime.cache.buffers import GrowingRows
 from sparsekv.runtime.selection.cluster_statistics import ListShape, describe_lists

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsekv.formats.errors import check_at_least_one
-from sparsekv.kernels.clusters.cluster_choice import best_first, choose_clusters
-from sparsekv.kernels.clusters.types import MOST_TOKENS
-from sparsekv.kernels.common.runs import fill_budget
+from sparsekv.kernels.clusters.cluster_choice import MOST_TOKENS, best_first, choose_clusters
+from sparsekv.kernels.common.rows import fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 from sparsekv.runtime.selection.interface import (
     Budget,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from sparsekv.formats.errors import check_at_least_one
-from sparsekv.kernels.attention.chunk_attention import spaced_places
+from sparsekv.kernels.attention.attention import spaced_places
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
 from sparsekv.runtime.selection.registry import methods

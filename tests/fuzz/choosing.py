@@ -14,12 +14,11 @@ from torch.nn.functional import normalize
 
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.cluster_step import LARGEST_EXPONENT, attend_to_best, choose_by_codes
-from sparsekv.kernels.clusters.cluster_choice import choose_listed, open_clusters
-from sparsekv.kernels.clusters.types import EXPONENT_BITS, Children
-from sparsekv.kernels.codes.types import HEADROOM, IN_WORD, LEVELS
+from sparsekv.kernels.clusters.cluster_choice import EXPONENT_BITS, Children, choose_listed, open_clusters
+from sparsekv.kernels.codes.code_ranks import HEADROOM, IN_WORD, LEVELS
 from sparsekv.kernels.kmeans.kmeans import nearest_centres
+from sparsekv.kernels.posting_lists.list_ranks import LARGEST, ExactKeys
 from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, ListCodes, cosines, unpacked
-from sparsekv.kernels.posting_lists.types import LARGEST, ExactKeys
 from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_keys
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex

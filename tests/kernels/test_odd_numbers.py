@@ -14,6 +14,8 @@ from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
 from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import (
+    Children,
+    ClusterChoice,
     choose_clusters,
     choose_listed,
     open_clusters,
@@ -23,14 +25,12 @@ from sparsekv.kernels.clusters.cluster_choice_triton import (
     choose_listed_triton,
     open_clusters_triton,
 )
-from sparsekv.kernels.clusters.types import Children, ClusterChoice
 from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means
 from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means_triton
-from sparsekv.kernels.posting_lists.list_ranks import rank_rows, rank_tokens, top_ranked
+from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, rank_rows, rank_tokens, top_ranked
 from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.posting_lists.posting_lists import encode_lists
 from sparsekv.kernels.posting_lists.top_ranks_triton import rank_rows_triton, top_ranked_triton
-from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.kernels.scores.quoka import best_keys, quoka_scores, subselect_queries
 from sparsekv.kernels.scores.quoka_triton import far_directions_triton, nearest_keys_triton
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from sparsekv.kernels.common.eight_bits import RowScales
+from sparsekv.kernels.common.rows import RowScales
 from support.random_tensors import normal
 
 

@@ -20,14 +20,14 @@ from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.attention.types import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.clusters import cluster_choice_triton, shared_choice_triton
 from sparsekv.kernels.codes import code_ranks_triton, joint_ranks_triton
-from sparsekv.kernels.codes.types import KeyCodes, LaidOutCodes, WeighedClusters, spans_of
+from sparsekv.kernels.codes.code_ranks import KeyCodes, LaidOutCodes, WeighedClusters, spans_of
 from sparsekv.kernels.common import run_rows_triton
-from sparsekv.kernels.common.eight_bits import Int8Kernel, RowScales
+from sparsekv.kernels.common.rows import Int8Kernel, RowScales
 from sparsekv.kernels.distributed import sum_triton
 from sparsekv.kernels.distributed.shared_memory import bytes_shared
 from sparsekv.kernels.posting_lists import list_ranks_triton, top_ranks_triton
+from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, KeyGroups
 from sparsekv.kernels.posting_lists.posting_lists import ListCodes
-from sparsekv.kernels.posting_lists.types import ExactKeys, KeyGroups
 from sparsekv.kernels.scores import shares_triton
 
 from .summing_ranks import add_up_all

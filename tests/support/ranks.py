@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.posting_lists.list_ranks import laid_out
-from sparsekv.kernels.posting_lists.types import TokenRanks
+from sparsekv.kernels.posting_lists.list_ranks import TokenRanks, laid_out
 
 from .reference import assert_close
 

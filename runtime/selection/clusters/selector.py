@@ -14,10 +14,19 @@ from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
-from sparsekv.kernels.clusters.cluster_choice import MOST_CLUSTERS, CountedClusters, best_first, until_enough
-from sparsekv.kernels.clusters.types import MOST_TOKENS, OPENED_BITS, SCORE_BITS, Tree, child_scores, fewest_tokens
-from sparsekv.kernels.common.eight_bits import Int8Kernel
-from sparsekv.kernels.common.runs import fill_budget
+from sparsekv.kernels.clusters.cluster_choice import (
+    MOST_CLUSTERS,
+    MOST_TOKENS,
+    OPENED_BITS,
+    SCORE_BITS,
+    CountedClusters,
+    Tree,
+    best_first,
+    child_scores,
+    fewest_tokens,
+    until_enough,
+)
+from sparsekv.kernels.common.rows import Int8Kernel, fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.clusters.steps import (

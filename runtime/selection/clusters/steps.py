@@ -12,16 +12,17 @@ import torch
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import (
+    Children,
+    ClusterChoice,
     CountedClusters,
+    Tree,
     best_clusters,
     choose_clusters,
     choose_listed,
     choose_together,
     open_clusters,
 )
-from sparsekv.kernels.clusters.types import Children, ClusterChoice, Tree
-from sparsekv.kernels.common.eight_bits import Int8Kernel
-from sparsekv.kernels.common.runs import rotate
+from sparsekv.kernels.common.rows import Int8Kernel, rotate
 from sparsekv.runtime.selection.interface import (
     CentroidSegment,
     Cost,

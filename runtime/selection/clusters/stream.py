@@ -7,8 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from sparsekv.kernels.clusters.cluster_choice import logs_and_shares
-from sparsekv.kernels.clusters.types import tree_from_tensors
+from sparsekv.kernels.clusters.cluster_choice import logs_and_shares, tree_from_tensors
 from sparsekv.kernels.kmeans.hierarchy import (
     REFINEMENTS,
     block_offsets,

@@ -5,8 +5,7 @@ import torch
 from support.kernel_runs import poisoned_memory
 from support.reference import assert_close, random_attention, reference_attention
 
-from sparsekv.kernels.attention.attention import causal_mask
-from sparsekv.kernels.attention.chunk_attention import chunk_attention, padded_attention
+from sparsekv.kernels.attention.attention import causal_mask, chunk_attention, padded_attention
 
 BEFORE = 60
 

@@ -6,7 +6,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.pairs import every_pair
 from support.random_tensors import normal
 
-from sparsekv.kernels.attention.chunk_attention import chunk_rows
+from sparsekv.kernels.attention.attention import chunk_rows
 from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
 
 pytestmark = compiled_or_interpreted

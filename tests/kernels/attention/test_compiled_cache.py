@@ -6,19 +6,19 @@ import pytest
 from numba import cfunc, types
 from support.house import ROOT, files, imports
 
-from sparsekv.kernels.attention import step_memory_numba
+from sparsekv.kernels.attention import compiled_step_numba
 
 
 def test_the_version_is_of_every_file_that_is_compiled(tmp_path: Path) -> None:
     for path in (ROOT / "kernels").rglob("*_numba.py"):
         (tmp_path / path.parent.name).mkdir(exist_ok=True)
         (tmp_path / path.parent.name / path.name).write_bytes(path.read_bytes())
-    version = step_memory_numba.sources(tmp_path)
-    assert version == step_memory_numba.VERSION
+    version = compiled_step_numba.sources(tmp_path)
+    assert version == compiled_step_numba.VERSION
     for path in tmp_path.rglob("*_numba.py"):
         before = path.read_bytes()
         path.write_bytes(before + b"\n")
-        assert step_memory_numba.sources(tmp_path) != version
+        assert compiled_step_numba.sources(tmp_path) != version
         path.write_bytes(before)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference import assert_close, attention_probabilities, random_attention
 
-from sparsekv.kernels.attention.chunk_attention import sampled_attention, spaced_places
+from sparsekv.kernels.attention.attention import sampled_attention, spaced_places
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

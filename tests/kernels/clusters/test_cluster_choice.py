@@ -11,10 +11,9 @@ from support.pairs import every_pair
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters
+from sparsekv.kernels.clusters.cluster_choice import ClusterChoice, choose_clusters
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton
-from sparsekv.kernels.clusters.types import ClusterChoice
-from sparsekv.kernels.common.runs import expand_runs, fill_budget
+from sparsekv.kernels.common.rows import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 
 pytestmark = compiled_or_interpreted

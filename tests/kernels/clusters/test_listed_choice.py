@@ -10,10 +10,9 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.kernels.clusters.cluster_choice import choose_listed, open_clusters
+from sparsekv.kernels.clusters.cluster_choice import Children, ClusterChoice, ListedChoice, choose_listed, open_clusters
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_listed_triton, open_clusters_triton
-from sparsekv.kernels.clusters.types import Children, ClusterChoice, ListedChoice
-from sparsekv.kernels.common.runs import expand_runs
+from sparsekv.kernels.common.rows import expand_runs
 from sparsekv.kernels.scores.logits import cluster_scores
 
 pytestmark = compiled_or_interpreted

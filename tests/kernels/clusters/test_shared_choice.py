@@ -9,10 +9,9 @@ from support.pairs import every_pair
 from support.random_tensors import normal
 
 from sparsekv.kernels.clusters import shared_choice_triton
-from sparsekv.kernels.clusters.cluster_choice import choose_clusters, choose_together
+from sparsekv.kernels.clusters.cluster_choice import MOST_TOKENS, SharedChoice, choose_clusters, choose_together
 from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
-from sparsekv.kernels.clusters.types import MOST_TOKENS, SharedChoice
-from sparsekv.kernels.common.runs import expand_runs
+from sparsekv.kernels.common.rows import expand_runs
 
 pytestmark = compiled_or_interpreted
 

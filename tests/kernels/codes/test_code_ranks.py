@@ -11,11 +11,19 @@ from support.random_tensors import normal
 from support.ranks import assert_ranks, least_kept, on_cpu
 from support.reference import assert_close
 
-from sparsekv.kernels.codes.code_ranks import code_logits, octaves_of_steps, rank_codes
+from sparsekv.kernels.codes.code_ranks import (
+    HEADROOM,
+    CodeRanks,
+    LaidOutCodes,
+    WeighedClusters,
+    code_logits,
+    lay_out_codes,
+    octaves_of_steps,
+    rank_codes,
+    spans_of,
+)
 from sparsekv.kernels.codes.code_ranks_triton import rank_codes_triton
-from sparsekv.kernels.codes.types import HEADROOM, CodeRanks, LaidOutCodes, WeighedClusters, lay_out_codes, spans_of
-from sparsekv.kernels.posting_lists.list_ranks import top_ranked
-from sparsekv.kernels.posting_lists.types import (
+from sparsekv.kernels.posting_lists.list_ranks import (
     FEW_RANKS,
     FINE,
     FINE_FROM,
@@ -25,6 +33,7 @@ from sparsekv.kernels.posting_lists.types import (
     TokenRanks,
     fewer_ranks,
     lowest_rank,
+    top_ranked,
 )
 
 pytestmark = compiled_or_interpreted

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 
-from sparsekv.kernels.codes.code_ranks import join_chosen
+from sparsekv.kernels.codes.code_ranks import JoinedKeys, join_chosen
 from sparsekv.kernels.codes.joint_ranks_triton import join_chosen_triton
-from sparsekv.kernels.codes.types import JoinedKeys
-from sparsekv.kernels.posting_lists.types import KeyGroups
+from sparsekv.kernels.posting_lists.list_ranks import KeyGroups
 
 pytestmark = compiled_or_interpreted
 

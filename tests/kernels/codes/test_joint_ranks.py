@@ -8,11 +8,9 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.ranks import assert_ranks, least_kept, on_cpu
 
-from sparsekv.kernels.codes.code_ranks import rank_jointly
+from sparsekv.kernels.codes.code_ranks import HEADROOM, KeyCodes, as_stored, rank_jointly
 from sparsekv.kernels.codes.joint_ranks_triton import rank_jointly_triton
-from sparsekv.kernels.codes.types import HEADROOM, KeyCodes, as_stored
-from sparsekv.kernels.posting_lists.list_ranks import top_ranked
-from sparsekv.kernels.posting_lists.types import FRACTION_BITS, RANKS, TokenRanks, lowest_rank
+from sparsekv.kernels.posting_lists.list_ranks import FRACTION_BITS, RANKS, TokenRanks, lowest_rank, top_ranked
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3

@@ -8,8 +8,8 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted
 from support.pairs import every_pair
 from support.random_tensors import normal
 
+from sparsekv.kernels.common.rows import store_in_slots, store_new_row
 from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton, store_new_row_triton
-from sparsekv.kernels.common.runs import store_in_slots, store_new_row
 
 pytestmark = compiled_or_interpreted
 S, ROOM = 5, 9

@@ -14,8 +14,7 @@ from support.spawned import run_together
 from support.without_numba import check_product
 
 from sparsekv.kernels.attention.cluster_step import compiled_kernels
-from sparsekv.kernels.linear import one_row_triton, quantised, quantised_triton
-from sparsekv.kernels.linear.one_row_triton import one_row_linears_triton
+from sparsekv.kernels.linear import quantised, quantised_triton
 from sparsekv.kernels.linear.quantised import (
     GROUP,
     Int4Weight,
@@ -27,7 +26,12 @@ from sparsekv.kernels.linear.quantised import (
     round_to_int4,
     round_to_int8,
 )
-from sparsekv.kernels.linear.quantised_triton import TILES, int4_linear_triton, int8_linear_triton
+from sparsekv.kernels.linear.quantised_triton import (
+    TILES,
+    int4_linear_triton,
+    int8_linear_triton,
+    one_row_linears_triton,
+)
 
 pytestmark = compiled_or_interpreted
 Weight = Int8Weight | Int4Weight
@@ -113,7 +117,7 @@ def test_every_tile_of_the_kernel(bits: int, dtype: torch.dtype, monkeypatch: py
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("multiplied", [one_row_linears.reference, one_row_linears_triton], ids=["torch", "kernel"])
-@pytest.mark.parametrize("bits", one_row_triton.TILES)
+@pytest.mark.parametrize("bits", quantised_triton.ROW_TILES)
 @by_dtype
 @pytest.mark.parametrize("channels", [40, 2048, 2176])
 @pytest.mark.parametrize("outputs", [(5,), (70, 3), (64, 8, 33)], ids=str)

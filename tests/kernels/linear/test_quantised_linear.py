@@ -11,8 +11,7 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel, Qwen2MoeConfig
 
 from sparsekv.formats.device import model_bytes
-from sparsekv.kernels.linear.quantised import round_to_int4, round_to_int8
-from sparsekv.kernels.linear.quantised_linear import QuantisedLinear, quantise_linears
+from sparsekv.kernels.linear.quantised import QuantisedLinear, quantise_linears, round_to_int4, round_to_int8
 
 by_bits = pytest.mark.parametrize("bits", [8, 4], ids=["int8", "int4"])
 IDS = torch.arange(40)[None]

@@ -10,7 +10,18 @@ from support.ranks import assert_ranks, least_kept, on_cpu
 from support.reference import assert_close
 from support.small_tables import SMALL, layer_input, tabled_layer
 
-from sparsekv.kernels.posting_lists.list_ranks import laid_out, list_logits, rank_tokens, top_ranked
+from sparsekv.kernels.posting_lists.list_ranks import (
+    BINS,
+    FRACTION_BITS,
+    RANKS,
+    ExactKeys,
+    TokenRanks,
+    laid_out,
+    list_logits,
+    lowest_rank,
+    rank_tokens,
+    top_ranked,
+)
 from sparsekv.kernels.posting_lists.list_ranks_triton import rank_tokens_triton
 from sparsekv.kernels.posting_lists.posting_lists import (
     SCORINGS,
@@ -20,7 +31,6 @@ from sparsekv.kernels.posting_lists.posting_lists import (
     look_up,
     unpacked,
 )
-from sparsekv.kernels.posting_lists.types import BINS, FRACTION_BITS, RANKS, ExactKeys, TokenRanks, lowest_rank
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3

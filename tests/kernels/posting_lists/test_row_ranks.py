@@ -6,9 +6,8 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 from support.random_tensors import normal
 from support.ranks import assert_ranks, least_kept, on_cpu
 
-from sparsekv.kernels.posting_lists.list_ranks import rank_rows, top_ranked
+from sparsekv.kernels.posting_lists.list_ranks import TokenRanks, rank_rows, top_ranked
 from sparsekv.kernels.posting_lists.top_ranks_triton import rank_rows_triton
-from sparsekv.kernels.posting_lists.types import TokenRanks
 
 pytestmark = compiled_or_interpreted
 SCALE = 0.3

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory
 
-from sparsekv.kernels.posting_lists.list_ranks import laid_out, top_ranked
+from sparsekv.kernels.posting_lists.list_ranks import FEW_RANKS, RANKS, KeyGroups, TokenRanks, laid_out, top_ranked
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS
 from sparsekv.kernels.posting_lists.top_ranks_triton import top_ranked_triton
-from sparsekv.kernels.posting_lists.types import FEW_RANKS, RANKS, KeyGroups, TokenRanks
 
 pytestmark = compiled_or_interpreted
 

@@ -16,8 +16,14 @@ from torch.fx import GraphModule
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import DynamicCache
 
-from sparsekv.kernels.linear.quantised import Weight, one_row_linears, round_to_int4, round_to_int8
-from sparsekv.kernels.linear.quantised_linear import QuantisedLinear, quantise_linears
+from sparsekv.kernels.linear.quantised import (
+    QuantisedLinear,
+    Weight,
+    one_row_linears,
+    quantise_linears,
+    round_to_int4,
+    round_to_int8,
+)
 from sparsekv.runtime.decoding import joined_linears
 from sparsekv.runtime.decoding.compiled import compile_layers
 from sparsekv.runtime.decoding.joined_linears import JoinLinears

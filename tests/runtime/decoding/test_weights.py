@@ -20,7 +20,7 @@ from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify, load_model
 from sparsekv.indexing.build import build_index
-from sparsekv.kernels.linear.quantised_linear import QuantisedLinear
+from sparsekv.kernels.linear.quantised import QuantisedLinear
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.load import load_and_open, with_weights
 from sparsekv.runtime.decoding.open import OpenIndex, open_index

@@ -13,7 +13,7 @@ from support.random_tensors import normal
 from support.small_layer import SmallLayer, as_queries
 
 from sparsekv.kernels.codes.code_ranks import octaves_of_steps
-from sparsekv.kernels.posting_lists.types import ExactKeys
+from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
 from sparsekv.runtime.methods import codes as code_scan
 from sparsekv.runtime.methods.codes import Codes, CodeScan, CodesSelector
 from sparsekv.runtime.selection.interface import Budget, InPlace, MiddleContext, Queries

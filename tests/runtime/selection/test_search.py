@@ -10,8 +10,8 @@ from support.random_tensors import normal
 from support.small_tables import SMALL, TabledLayer, layer_input, tabled_layer
 
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
+from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
 from sparsekv.kernels.posting_lists.posting_lists import estimate_logits, look_up
-from sparsekv.kernels.posting_lists.types import ExactKeys
 from sparsekv.runtime.methods.csattention import CSAttention, ListSearch
 from sparsekv.runtime.selection.interface import Budget, InPlace, Queries, Selection
 
