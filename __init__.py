@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparsekv.formats.errors import ArtifactError, IdentityError, MissingIndexError, SparsekvError, UsageError
     from sparsekv.runtime.api import Index, open_index
-    from sparsekv.runtime.decoding.answer import Answer
-    from sparsekv.runtime.decoding.sampling import Sampling
+    from sparsekv.runtime.decoding.answer import Answer, Sampling
     from sparsekv.runtime.decoding.session import Session
     from sparsekv.runtime.selection.registry import methods
 
@@ -41,7 +40,7 @@ _MODULES = {
     "IdentityError": "formats.errors",
     "Index": "runtime.api",
     "MissingIndexError": "formats.errors",
-    "Sampling": "runtime.decoding.sampling",
+    "Sampling": "runtime.decoding.answer",
     "Session": "runtime.decoding.session",
     "SparsekvError": "formats.errors",
     "UsageError": "formats.errors",

@@ -141,7 +141,7 @@ def inspect(
 
 
 def _token_texts(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> list[str]:
-    from sparsekv.runtime.sources.passages import token_texts  # imports transformers, which takes seconds
+    from sparsekv.runtime.sources.places import token_texts  # imports transformers, which takes seconds
 
     return token_texts(tokenizer, ids)
 

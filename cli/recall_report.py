@@ -39,9 +39,8 @@ from sparsekv.cli.reporting.output import (
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.attention.guard import Guard, estimates_missed
-from sparsekv.runtime.decoding.choose_config import refuse_residual
-from sparsekv.runtime.decoding.prepare import residual_source
+from sparsekv.runtime.attention.config import Guard, estimates_missed
+from sparsekv.runtime.decoding.choose_config import refuse_residual, residual_source
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import RecallReport, forms
 from sparsekv.runtime.reporting.report import recall_report as measure

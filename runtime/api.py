@@ -27,7 +27,7 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.answer import Answer, Sampling
 from sparsekv.runtime.decoding.choose_config import (
     choose_config,
     refuse_beside_dense,
@@ -38,7 +38,6 @@ from sparsekv.runtime.decoding.engine import why_alone
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.open import open_index as open_decoding
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session, chosen_sampling
 from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries
@@ -46,8 +45,7 @@ from sparsekv.runtime.reporting.report import GROUPS, in_order, recall_report, r
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.stream import Stream
-from sparsekv.runtime.serving.submission import Submission
+from sparsekv.runtime.serving.stream import Stream, Submission
 
 WAITING = 1 << 20
 """Maximum number of questions of one process that wait for a slot."""

@@ -15,12 +15,11 @@ from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, answer_room, question_ids
+from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, Sampling, answer_room, question_ids
 from sparsekv.runtime.decoding.compiled import compile_steps, worth_compiling
 from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session, Turn
 
 if TYPE_CHECKING:  # only ranks need torch.distributed
@@ -232,7 +231,7 @@ class Schedule:
         answers = self._in_order(on_text if self.engine.slots == 1 else None)
         if self.ranks is None:
             return answers
-        from sparsekv.runtime.decoding.distributed import join_answer
+        from sparsekv.runtime.decoding.load import join_answer
 
         return map(partial(join_answer, self.ranks), answers)
 

@@ -29,8 +29,15 @@ from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
-from sparsekv.runtime.attention.config import MOST_SOURCES, QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
-from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.config import (
+    MOST_SOURCES,
+    QUESTION_BUDGET,
+    DecodeConfig,
+    Dense,
+    Guard,
+    Own,
+    QuestionPrefill,
+)
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, dense_if_short, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
@@ -39,7 +46,7 @@ from sparsekv.runtime.selection.registry import DENSE, methods, methods_of, unre
 
 if TYPE_CHECKING:  # only ranks need torch.distributed; transformers takes as long as all other imports
     from sparsekv.formats.distributed.group import Ranks
-    from sparsekv.runtime.decoding.sampling import Sampling
+    from sparsekv.runtime.decoding.answer import Sampling
 
 
 def _has_step(kind: type[Method] | type[Dense]) -> bool:
@@ -387,7 +394,7 @@ class SamplingOptions:
 
     def make(self) -> "Sampling":
         """Return the `Sampling` for the answers. Raises UsageError for an invalid value, with the option's name."""
-        from sparsekv.runtime.decoding.sampling import Sampling, check_sampling
+        from sparsekv.runtime.decoding.answer import Sampling, check_sampling
 
         check_sampling(self, flag)
         return Sampling(**asdict(self))

@@ -22,9 +22,8 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.benchmark.faster_attention import Choice
-from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, ending_tokens
+from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, Sampling, ending_tokens
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
 FIRST_FIELD = '{"question": '

@@ -11,7 +11,7 @@ from sparsekv.cli.common.console import note
 from sparsekv.cli.common.questions import AnswerStream
 from sparsekv.cli.common.stats import note_cut, print_sources, print_stats
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 
 

@@ -259,7 +259,7 @@ BY_LAYER = {"layers": _sizes, "lists": _lists}
 
 def words_of(tokenizer: "PreTrainedTokenizerBase", input_ids: Sequence[int]) -> list[str]:
     """Return the word that each token is part of. A token of only white space or punctuation is a word by itself."""
-    from sparsekv.runtime.sources.passages import token_text  # imports transformers, which takes seconds
+    from sparsekv.runtime.sources.places import token_text  # imports transformers, which takes seconds
 
     known = {token: token_text(tokenizer, token) for token in set(input_ids)}
     texts = [known[token] for token in input_ids]

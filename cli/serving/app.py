@@ -35,13 +35,11 @@ from sparsekv.formats.documents.prompt import may_reason
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.api import api_words
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.serving import messages
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.stream import Stream
-from sparsekv.runtime.serving.submission import Piece, QueueFullError, Submission, Usage
+from sparsekv.runtime.serving.stream import Piece, QueueFullError, Stream, Submission, Usage
 
 CLIENT_GONE = 499
 """Status under which a request is counted if its client disconnected. The status is never sent."""

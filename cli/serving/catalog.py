@@ -11,8 +11,7 @@ from sparsekv.cli.serving.responses import ModelDetails, ModelSent
 from sparsekv.cli.serving.shelf import ENDING, Served, Shelf
 from sparsekv.formats.errors import UsageError, suggestion
 from sparsekv.runtime.api import api_words
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
-from sparsekv.runtime.attention.guard import estimates_missed
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill, estimates_missed
 from sparsekv.runtime.decoding.choose_config import (
     attention_of,
     choose_config,

@@ -34,8 +34,8 @@ from sparsekv.cli.serving.responses import (
 )
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.engine import TokenLogprobs
-from sparsekv.runtime.serving.submission import Piece, Usage
-from sparsekv.runtime.sources.passages import TokenDecoder, token_text
+from sparsekv.runtime.serving.stream import Piece, Usage
+from sparsekv.runtime.sources.places import TokenDecoder, token_text
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model
 from starlette.requests import ClientDisconnect, Request
 
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError
-from sparsekv.runtime.serving.stream import Stream
-from sparsekv.runtime.serving.submission import Piece
+from sparsekv.runtime.serving.stream import Piece, Stream
 
 Finish = Literal["stop", "length"]
 

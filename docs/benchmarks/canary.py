@@ -39,8 +39,8 @@ from sparsekv.indexing.prefill.interface import DensePrefill
 from sparsekv.kernels.common.given_rows import RowPair
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime import api
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import all_cores
 
 TOKENS = 6144

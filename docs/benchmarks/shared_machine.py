@@ -44,7 +44,7 @@ BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(rang
 def measure(index: str, tokens: int, repeats: int) -> None:
     """Time batches and single answers; print, as JSON, each one's seconds and the cores that other processes used."""
     from sparsekv.runtime import api
-    from sparsekv.runtime.decoding.sampling import Sampling
+    from sparsekv.runtime.decoding.answer import Sampling
     from sparsekv.runtime.decoding.threads import left_free, usage
 
     asker = api.open_index(index).asker()

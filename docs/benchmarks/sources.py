@@ -19,13 +19,12 @@ from sparsekv.formats.models.load import LoadedModel, identify, load_model
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
-from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.answer import Answer, Sampling
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.open import open_index
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task
-from sparsekv.runtime.sources.passages import token_texts
+from sparsekv.runtime.sources.places import token_texts
 
 QUESTIONS, SOURCES, METHODS = 10, 3, ("dense", "codes")
 TIMED = 1

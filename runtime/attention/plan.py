@@ -16,7 +16,17 @@ import torch
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import Segment, attend, attend_with_logsumexp
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionSearch
+from sparsekv.runtime.attention.config import (
+    Attempt,
+    DecodeConfig,
+    Dense,
+    Guard,
+    MissedMeter,
+    Outcome,
+    Own,
+    QuestionSearch,
+    missed_share,
+)
 from sparsekv.runtime.attention.executors import (
     Executor,
     Fetched,
@@ -25,9 +35,8 @@ from sparsekv.runtime.attention.executors import (
     GatherMaker,
     InPlaceExecutor,
     QuestionExecutor,
+    Step,
 )
-from sparsekv.runtime.attention.guard import Attempt, Guard, MissedMeter, Outcome, missed_share
-from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer

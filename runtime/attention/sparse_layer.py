@@ -12,12 +12,11 @@ from sparsekv.kernels.attention.attention import OwnRows, Segment, causal_mask, 
 from sparsekv.kernels.attention.decode_attention import exact_logsumexp, shared_decode
 from sparsekv.kernels.attention.types import Centroids
 from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
+from sparsekv.runtime.attention.executors import Step, everything, in_place_runs, step_of
 from sparsekv.runtime.attention.plan import LayerPlan
-from sparsekv.runtime.attention.step import Step, everything, in_place_runs, step_of
-from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.kv_store import Pair
 from sparsekv.runtime.cache.packed_cache import PackedLayer, PackedStep, Piece, StepTokens
-from sparsekv.runtime.cache.stored_layer import DynamicSlot, MissedShares, StoredLayer
+from sparsekv.runtime.cache.stored_layer import DenseLayer, DynamicSlot, MissedShares, StoredLayer
 from sparsekv.runtime.selection.interface import Queries, Selection, Selector
 from sparsekv.runtime.selection.wrappers import join_selections, unite
 

@@ -15,10 +15,9 @@ from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.plan import LayerParts, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer, packed_layer
 from sparsekv.runtime.cache.buffers import Run
-from sparsekv.runtime.cache.dense_layer import DenseLayer, DenseLayerIn8Bits
 from sparsekv.runtime.cache.kv_store import Int8Middle, MemoryRows, MiddleRows, of_tokens, read_centroids
 from sparsekv.runtime.cache.packed_cache import PackedStep
-from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.cache.stored_layer import DenseLayer, DenseLayerIn8Bits, StoredLayer
 from sparsekv.runtime.selection.interface import LayerPosition, MiddleContext, Selector
 
 

@@ -31,14 +31,15 @@ from sparsekv.runtime.cache.kept_turns import KeptRows, KeptTurns
 from sparsekv.runtime.cache.packed_cache import BatchedCache, PackedCache, sent
 from sparsekv.runtime.decoding.answer import (
     Answer,
+    Sampling,
     Streamer,
     answer_of,
     answer_room,
+    draw,
     ending_tokens,
     unshown_endings,
 )
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling, draw
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.threads import FreeCores, all_cores, exclusive, free_cores
 from sparsekv.runtime.selection.interface import MethodSpec

@@ -18,6 +18,7 @@ from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import (
     Answer,
+    Sampling,
     answer_room,
     answer_text,
     ending_tokens,
@@ -27,7 +28,6 @@ from sparsekv.runtime.decoding.answer import (
 )
 from sparsekv.runtime.decoding.engine import Engine, Request, answer_after, generate, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -29,7 +29,7 @@ from sparsekv.formats.models.rope import positions_after, positions_of, stretch_
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import divides_questions
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.answer import eos_tokens, known_ids
+from sparsekv.runtime.decoding.answer import Sampling, eos_tokens, known_ids
 from sparsekv.runtime.decoding.engine import (
     Engine,
     PrefilledQuestion,
@@ -41,7 +41,6 @@ from sparsekv.runtime.decoding.engine import (
 )
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant
 from sparsekv.runtime.evaluation.tasks import Context, Question

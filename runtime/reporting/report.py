@@ -12,9 +12,9 @@ import torch
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import KVStorage
-from sparsekv.runtime.attention.guard import Guard, estimates_missed
+from sparsekv.runtime.attention.config import Guard, estimates_missed
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.prepare import stored_context
+from sparsekv.runtime.decoding.choose_config import stored_context
 from sparsekv.runtime.reporting.queries import MeasuredQueries, checked_rows, seen_block, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
 from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape

@@ -20,10 +20,8 @@ from sparsekv.runtime.cache.kept_turns import TurnStore
 from sparsekv.runtime.decoding.answer import answer_room
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.threads import exclusive, refuse_callback
-from sparsekv.runtime.serving.job import Job, check_stops
-from sparsekv.runtime.serving.lane import Lane
-from sparsekv.runtime.serving.stream import Stream, refuse_fork
-from sparsekv.runtime.serving.submission import QueueFullError, Submission
+from sparsekv.runtime.serving.lane import Job, Lane, check_stops
+from sparsekv.runtime.serving.stream import QueueFullError, Stream, Submission, refuse_fork
 
 KEPT_BYTES = 256 << 20
 SLICE = 0.1

@@ -23,29 +23,34 @@ from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.given_rows import tokens_at, with_cache
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, GatherMaker, LayerOutput, attend_in_layout
+from sparsekv.runtime.attention.executors import (
+    Fetched,
+    GatherExecutor,
+    GatherMaker,
+    LayerOutput,
+    Step,
+    attend_in_layout,
+)
 from sparsekv.runtime.attention.sparse_layer import appends
-from sparsekv.runtime.attention.step import Step
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.answer import Answer, Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import all_cores, exclusive, free_cores
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.reporting.recall import chosen_positions
 from sparsekv.runtime.selection.interface import CentroidSegment, MethodSpec, Selection, Selector
-from sparsekv.runtime.sources.passages import Passages, split_passages, token_texts
+from sparsekv.runtime.sources.places import Passages, split_passages, token_texts
 from sparsekv.runtime.tracing.recorder import (
     MEASURES,
     MOST_IN_MEAN,
     Largest,
     LayerRecorder,
     RecordingExecutor,
+    TokenRecorder,
     largest_passages,
 )
-from sparsekv.runtime.tracing.tokens import TokenRecorder
 
 
 class HidingExecutor(GatherExecutor):

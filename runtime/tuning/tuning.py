@@ -23,8 +23,7 @@ from sparsekv.runtime.tuning.coarse_search import (
     rounded,
     uniform,
 )
-from sparsekv.runtime.tuning.goals import Goal, Halves, Progress, Tuned
-from sparsekv.runtime.tuning.meter import AttentionMeter
+from sparsekv.runtime.tuning.goals import AttentionMeter, Goal, Halves, Progress, Tuned
 
 SLACK = 1e-12  # relative rounding error that is allowed in the sums of gains that are compared with a target
 

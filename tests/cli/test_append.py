@@ -17,10 +17,9 @@ from sparsekv.formats.index.manifest import manifest_bytes, read_manifest
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.formats.models.load import identify, load_model
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.selection.interface import Budget
 

@@ -15,10 +15,9 @@ from transformers import DynamicCache
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import methods
 

@@ -42,7 +42,7 @@ from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.tracing.trace import TracedIndex
-from sparsekv.runtime.tuning.meter import ModelMeter
+from sparsekv.runtime.tuning.goals import ModelMeter
 
 FAMILIES = [
     name

@@ -11,15 +11,13 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.sparse_layer import appends, divides_questions
 from sparsekv.runtime.cache.kept_turns import KeptTurns, TurnStore
-from sparsekv.runtime.decoding.answer import Answer, decoded, question_ids
+from sparsekv.runtime.decoding.answer import Answer, Sampling, decoded, question_ids
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.decoding.drafting import LONGEST, DraftingEngine
+from sparsekv.runtime.decoding.drafting import LONGEST, DraftingEngine, Verification
 from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import exclusive
-from sparsekv.runtime.decoding.verification import Verification
 from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.tracing.trace import TracedIndex

@@ -17,10 +17,9 @@ from sparsekv.formats.documents.continuation import BETWEEN
 from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import tokenizer_identity
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.evaluation.engine import first_dense
 from sparsekv.runtime.selection.interface import Budget

@@ -8,10 +8,9 @@ from random import Random
 import torch
 from support.command import run_here
 
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 
 from .commands import asking_options, is_read_back, placed, ran
 from .deeds import deed

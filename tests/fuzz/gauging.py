@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.attention.config import estimates_missed
 from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, GatherMaker
-from sparsekv.runtime.attention.guard import estimates_missed
 from sparsekv.runtime.attention.sparse_layer import appends
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.recall import chosen_positions
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries

@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "passages begin within a character",
-        Patch("runtime/sources/passages.py", "        edge = _first_of_character(texts, edge)\n", ""),
+        Patch("runtime/sources/places.py", "        edge = _first_of_character(texts, edge)\n", ""),
     ),
     Fault(
         "sinks and tail are seen without a passage of theirs",
@@ -214,7 +214,7 @@ FAULTS = (
     ),
     Fault(
         "the beginning of a stop string is shown",
-        Patch("runtime/serving/job.py", "else len(self._held) - self._may_begin()", "else len(self._held)"),
+        Patch("runtime/serving/lane.py", "else len(self._held) - self._may_begin()", "else len(self._held)"),
         "served",
     ),
 )

@@ -19,10 +19,9 @@ from support.command import run_here
 from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
+from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.prepare import prepare_layer
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import chosen_positions, truths

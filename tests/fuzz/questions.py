@@ -7,9 +7,8 @@ import torch
 
 from sparsekv.kernels.common.given_rows import tokens_at, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, AttentionFunction, route_attention
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 
 from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_over

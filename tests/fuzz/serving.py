@@ -8,12 +8,11 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.sparse_layer import appends
-from sparsekv.runtime.decoding.answer import INCOMPLETE, answer_text, question_ids
+from sparsekv.runtime.decoding.answer import INCOMPLETE, Sampling, answer_text, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.submission import Piece, Submission
+from sparsekv.runtime.serving.stream import Piece, Submission
 
 from .deeds import deed
 from .drawing import draw_sampling, expect_drawn

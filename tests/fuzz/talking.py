@@ -10,9 +10,8 @@ import torch
 from sparsekv.cli.answering.session import save_session
 from sparsekv.formats.documents.continuation import BETWEEN
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.serving.messages import Message, conversation_tokens
 

@@ -15,8 +15,8 @@ from fuzz.oracles import ROUNDING, Wrong, plain
 from fuzz.refusals import is_due
 from fuzz.rounding import Rounding
 from fuzz.world import World
-from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.decoding.sampling import draw as draw_tokens
+from sparsekv.runtime.decoding.answer import Sampling
+from sparsekv.runtime.decoding.answer import draw as draw_tokens
 
 
 def test_palette_has_few_shapes_and_options() -> None:

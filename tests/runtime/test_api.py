@@ -20,8 +20,8 @@ from support.tiny_models import save_tiny
 from sparsekv.formats.errors import IdentityError, UsageError
 from sparsekv.kernels.common.given_rows import cache_argument
 from sparsekv.runtime import api
-from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.serving.submission import Finish
+from sparsekv.runtime.decoding.answer import Sampling
+from sparsekv.runtime.serving.stream import Finish
 
 QUESTION, SHORT = "Which word?", Sampling(max_new_tokens=5)
 

@@ -7,7 +7,7 @@ import pytest
 from support.small_index import build_small, reopen, small_plan
 
 from sparsekv.runtime.api import Index
-from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.answer import Sampling
 
 pytestmark = pytest.mark.gpu
 

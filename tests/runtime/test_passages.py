@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.runtime.sources.passages import LONGEST, split_passages, token_texts
+from sparsekv.runtime.sources.places import LONGEST, split_passages, token_texts
 
 TEXT = (
     'He said: "Stop!" Then nothing. A caf\u00e9 costs 3.14 \U0001f511 euros \U0001f9d1\u200d\U0001f680.'

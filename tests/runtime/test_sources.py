@@ -21,12 +21,11 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.sources.finder import LEAST, measure_heads, retrieval_heads
-from sparsekv.runtime.sources.passages import token_texts
-from sparsekv.runtime.sources.places import Places
+from sparsekv.runtime.sources.places import Places, token_texts
 
 QUESTION = torch.arange(40, 60)
 ANSWER = Sampling(6)

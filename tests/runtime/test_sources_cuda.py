@@ -8,9 +8,8 @@ from support.source_shares import retrieval_shares
 
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.answer import Answer, Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.selection.interface import Budget

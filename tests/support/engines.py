@@ -9,10 +9,9 @@ import torch
 from sparsekv.runtime.cache.buffers import Run
 from sparsekv.runtime.cache.index_cache import IndexCache, SequenceCache
 from sparsekv.runtime.cache.packed_cache import PackedCache
-from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.answer import Answer, Sampling
 from sparsekv.runtime.decoding.engine import Engine, Request, pack
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.step import DecodeStep
 
 

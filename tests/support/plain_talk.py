@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 
 from .tiny_models import END
 

@@ -24,10 +24,10 @@ from sparsekv.formats.index.schema import AUTO, kv_dtype_named
 from sparsekv.formats.models.load import identify, load_model
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.plan import BuildConfig
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.decoding.distributed import join_answer
+from sparsekv.runtime.decoding.load import join_answer
 from sparsekv.runtime.decoding.open import open_index
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 
 from .rank_deeds import Deeds

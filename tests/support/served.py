@@ -9,15 +9,13 @@ import torch
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.decoding.answer import Answer
+from sparsekv.runtime.decoding.answer import Answer, Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.stream import Stream
-from sparsekv.runtime.serving.submission import Piece, Submission
+from sparsekv.runtime.serving.stream import Piece, Stream, Submission
 
 from .configs import sparse
 from .small_index import TEXT, random_ids, reopen, small_plan

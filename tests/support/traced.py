@@ -7,9 +7,8 @@ import torch
 
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.report import forms
 from sparsekv.runtime.selection.interface import Budget, MethodSpec

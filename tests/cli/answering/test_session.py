@@ -14,8 +14,8 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
 from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget, MethodSpec

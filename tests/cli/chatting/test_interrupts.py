@@ -12,7 +12,7 @@ from sparsekv.cli.answering.options import Choices
 from sparsekv.cli.chatting.loop import _answer
 from sparsekv.cli.chatting.session import Chat, Interrupts
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 
 

@@ -20,8 +20,7 @@ from support.tiny_models import POSITIONS
 from sparsekv.cli.serving.errors import ApiError
 from sparsekv.cli.serving.responses import Answers
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.serving.stream import Channel, Stream
-from sparsekv.runtime.serving.submission import Piece
+from sparsekv.runtime.serving.stream import Channel, Piece, Stream
 
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"model": "doc", "messages": [user("What is it?")], "max_tokens": 2}

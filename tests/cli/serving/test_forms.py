@@ -8,7 +8,7 @@ from sparsekv.cli.serving.forms import About, TextForm
 from sparsekv.cli.serving.responses import Completion, TextLogprobs
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.engine import TokenLogprobs
-from sparsekv.runtime.serving.submission import Piece, Usage
+from sparsekv.runtime.serving.stream import Piece, Usage
 
 TEXT = "A list of Gr\u00f6\u00dfen, \u4e2d\u6587.\n\nAnother list"
 

@@ -16,9 +16,8 @@ from support.replaced import Step
 from support.small_index import INDEXERS, build_small, random_ids, stepped_logits
 from support.small_layer import SmallLayer, small_layer
 
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed

@@ -5,7 +5,7 @@ import torch
 from support.random_tensors import normal
 from support.reference import assert_close
 
-from sparsekv.runtime.attention.step import Step
+from sparsekv.runtime.attention.executors import Step
 
 SCALE = 0.3
 

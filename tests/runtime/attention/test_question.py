@@ -18,9 +18,8 @@ from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill, Quest
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MappedRows
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.quoka import Quoka

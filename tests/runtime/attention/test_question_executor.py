@@ -11,8 +11,7 @@ from support.small_layer import small_layer, sparse_layer
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention import executors
-from sparsekv.runtime.attention.executors import GatherExecutor, QuestionExecutor
-from sparsekv.runtime.attention.step import Step, step_of
+from sparsekv.runtime.attention.executors import GatherExecutor, QuestionExecutor, Step, step_of
 from sparsekv.runtime.cache.kv_store import MemoryRows, Pair
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.methods.multipole import Multipole

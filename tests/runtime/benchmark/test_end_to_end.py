@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from sparsekv.runtime.benchmark.dense_forms import dense_forms
 from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer, TimedSteps, make_queries_alike, packed_cache
 from sparsekv.runtime.benchmark.layer import LayerData, Shape, mixture, place_rows, sparse_layer
-from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.selection.interface import Budget
 

@@ -22,7 +22,7 @@ from sparsekv.runtime.benchmark.layer import (
 )
 from sparsekv.runtime.benchmark.layer_timer import OWN, Bench, RefusedError, StepTiming
 from sparsekv.runtime.benchmark.sources import index_mixture
-from sparsekv.runtime.cache.dense_layer import DenseLayer
+from sparsekv.runtime.cache.stored_layer import DenseLayer
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed

@@ -8,9 +8,8 @@ from support.reference import assert_close
 from support.small_layer import SmallLayer, small_layer, sparse_layer
 
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
 from sparsekv.runtime.methods.oracle import OracleSelector
 from sparsekv.runtime.selection.interface import Budget, MiddleContext, Queries, Selection
 

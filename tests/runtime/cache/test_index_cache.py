@@ -13,10 +13,9 @@ from support.small_layer import SmallLayer, all_chosen, as_queries, small_layer,
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
-from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import lay_out
-from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS, StoredLayer
+from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS, DenseLayer, StoredLayer
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.methods.oracle import Oracle

@@ -12,9 +12,8 @@ from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.cache.dense_layer import DenseLayer, DenseLayerIn8Bits
 from sparsekv.runtime.cache.kv_store import Int8Middle, MemoryRows, of_tokens
-from sparsekv.runtime.cache.stored_layer import DynamicSlot
+from sparsekv.runtime.cache.stored_layer import DenseLayer, DenseLayerIn8Bits, DynamicSlot
 
 HK, TOKENS, D = 2, 90, 16
 CPU = torch.device("cpu")

@@ -17,16 +17,14 @@ from support.short_part import short_part
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.attention.attention import OwnRows, Segment, shared_attention
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
-from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.config import Dense, Guard, Own, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import PackedInPlace, PackedSparse, SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedStep, Piece
-from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.engine import Engine, Request, generate, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.lessismore import LessIsMore

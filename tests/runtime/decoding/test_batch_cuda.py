@@ -10,11 +10,10 @@ from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.compiled import compile_steps
 from sparsekv.runtime.decoding.engine import Engine, Request, generate
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.methods.codes import Codes, CodeScan, CodesSelector
 from sparsekv.runtime.methods.csattention import CSAttention

@@ -17,10 +17,9 @@ from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.compiled import WORTH_IT, compile_layers, worth_compiling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 

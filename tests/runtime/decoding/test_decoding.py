@@ -13,13 +13,11 @@ from support.tiny_models import WINDOW
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
-from sparsekv.runtime.cache.dense_layer import DenseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.cache.stored_layer import FIRST_NEW_ROWS, DenseLayer
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.keydiff import KeyDiff
 from sparsekv.runtime.methods.lessismore import LessIsMore

@@ -15,14 +15,12 @@ from support.small_index import INDEXERS, build_small
 from support.tiny_models import DIFFERENT
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
-from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Guard, Own
 from sparsekv.runtime.decoding import drafting
-from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.drafting import BY_METHOD, FROM_TEXT, HOPELESS, Drafter, DraftingEngine, Pace
 from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.h2o import H2O

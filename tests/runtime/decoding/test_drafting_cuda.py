@@ -5,11 +5,10 @@ from support.configs import LOSSLESS
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 
 pytestmark = pytest.mark.gpu
 QUESTIONS = ("What is an expression?", "x", "Which statement is it that raises an exception, and when?")

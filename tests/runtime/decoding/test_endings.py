@@ -10,9 +10,8 @@ from tokenizers import AddedToken
 
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.decoding.answer import Answer, ending_tokens, question_ids
+from sparsekv.runtime.decoding.answer import Answer, Sampling, ending_tokens, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation, Session
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget, MethodSpec

@@ -19,11 +19,10 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.plan import Appender
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import Request
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import perplexity
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation, Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole

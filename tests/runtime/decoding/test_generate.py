@@ -15,10 +15,9 @@ from transformers import GenerationConfig
 
 from sparsekv.cli.answering.options import SamplingOptions
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.decoding.answer import Answer, question_ids
+from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 

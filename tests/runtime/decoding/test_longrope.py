@@ -14,10 +14,9 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
-from sparsekv.runtime.decoding.answer import answer_room, question_ids
+from sparsekv.runtime.decoding.answer import Sampling, answer_room, question_ids
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget

@@ -16,10 +16,9 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache import stored_layer
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import Engine, Request, generate
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.snapkv import SnapKV

@@ -30,7 +30,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.kernels.attention.attention import causal_attention
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
 

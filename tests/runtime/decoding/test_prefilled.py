@@ -12,10 +12,9 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.sparse_layer import divides_questions
 from sparsekv.runtime.cache.index_cache import IndexCache
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import Engine, PrefilledQuestion, Request, generate, pack, prefill_question
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import methods

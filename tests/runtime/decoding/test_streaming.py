@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from sparsekv.runtime.decoding.answer import Streamer, decoded
-from sparsekv.runtime.sources.passages import TokenDecoder
+from sparsekv.runtime.sources.places import TokenDecoder
 
 WORDS = ["<s>", "</s>", "def", "\u2581f", ":", "\n", "\u2581\u2581\u2581\u2581", "return", "\u2581x", "\u2581"]
 

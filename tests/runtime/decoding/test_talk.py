@@ -12,8 +12,8 @@ from support.tiny_models import END
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation, Place, Turn, add_turn
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole

@@ -16,9 +16,9 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildConfig
 from sparsekv.indexing.prefill.interface import prefills
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import open_index
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.evaluation import engine
 from sparsekv.runtime.evaluation.engine import INDICES, Comparison, evaluate
 from sparsekv.runtime.evaluation.table import Result

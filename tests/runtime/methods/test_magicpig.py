@@ -16,10 +16,10 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.guard import check_estimates_missed
+from sparsekv.runtime.attention.config import check_estimates_missed
 from sparsekv.runtime.cache.kv_store import LayerRows
+from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer

@@ -14,13 +14,12 @@ from support.small_layer import as_queries
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.guard import Guard
+from sparsekv.runtime.attention.config import Guard
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
+from sparsekv.runtime.decoding.choose_config import stored_context
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.prepare import stored_context
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed

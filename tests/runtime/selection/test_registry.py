@@ -13,9 +13,8 @@ from support.small_index import plain_logits, random_ids, reopen, small_plan, st
 from sparsekv.formats.index.schema import layer_file
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, choose_indexers, indexers
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import (

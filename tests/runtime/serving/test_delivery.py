@@ -18,13 +18,12 @@ from support.tokenizers_of_families import tokenizer_of
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.api import StreamingSession
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.engine import Sequence
-from sparsekv.runtime.decoding.sampling import Sampling
-from sparsekv.runtime.serving.job import Job, StoppedText
+from sparsekv.runtime.serving.lane import Job, StoppedText
 from sparsekv.runtime.serving.messages import Message, conversation_tokens
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.stream import Channel, Stream
-from sparsekv.runtime.serving.submission import Piece, Submission
+from sparsekv.runtime.serving.stream import Channel, Piece, Stream, Submission
 
 Make = Callable[..., Scheduler]
 

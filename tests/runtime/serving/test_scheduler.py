@@ -14,15 +14,14 @@ from support.served import ALL, LENGTHS, OWN, Served, check, ids, question, text
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.cache.index_cache import IndexCache
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.engine import NotFiniteError
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.serving.lane import CHUNK
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.stream import Stream
-from sparsekv.runtime.serving.submission import QueueFullError, Submission
+from sparsekv.runtime.serving.stream import QueueFullError, Stream, Submission
 
 Make = Callable[..., Scheduler]
 

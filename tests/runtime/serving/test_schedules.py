@@ -11,8 +11,7 @@ from support.served import ALL, OWN, Served, check, ids, question
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.stream import Stream
-from sparsekv.runtime.serving.submission import Piece, QueueFullError
+from sparsekv.runtime.serving.stream import Piece, QueueFullError, Stream
 
 
 @dataclass(frozen=True)

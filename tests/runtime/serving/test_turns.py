@@ -23,15 +23,15 @@ from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.sparse_layer import PackedInPlace, PackedSparse, SparseLayer, divides_questions
 from sparsekv.runtime.cache.kept_turns import BLOCK, KeptRows, KeptTurns, TurnStore
 from sparsekv.runtime.cache.packed_cache import PackedCache
+from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.engine import Engine, Request, Sequence
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.serving.messages import Message, conversation_tokens
 from sparsekv.runtime.serving.scheduler import Scheduler
-from sparsekv.runtime.serving.submission import Piece
+from sparsekv.runtime.serving.stream import Piece
 
 Make = Callable[..., Scheduler]
 MARK = "@@@"

@@ -25,14 +25,13 @@ from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MappedRows
-from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.decoding.sampling import Sampling
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.sources.passages import token_texts
+from sparsekv.runtime.sources.places import token_texts
 from sparsekv.runtime.tracing.recorder import AttendedStep, own_shares
 from sparsekv.runtime.tracing.trace import (
     EVERYTHING,

@@ -10,8 +10,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import losses
 from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.selection.registry import methods
-from sparsekv.runtime.tuning.goals import PerplexityGoal
-from sparsekv.runtime.tuning.meter import ModelMeter
+from sparsekv.runtime.tuning.goals import ModelMeter, PerplexityGoal
 from sparsekv.runtime.tuning.tuning import tune
 
 

@@ -24,8 +24,7 @@ from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.tuning.coarse_search import LARGEST_BUDGET, SMALLEST_BUDGET, BudgetSearch, candidates, rounded
-from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, RecallGoal, Tuned
-from sparsekv.runtime.tuning.meter import AttentionMeter
+from sparsekv.runtime.tuning.goals import REFERENCE, AttentionMeter, ErrorGoal, RecallGoal, Tuned
 from sparsekv.runtime.tuning.tuning import tune
 
 NAMES = ["squeezed", "quest", "window"]
