@@ -22,7 +22,8 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.idle import note_idle_encoding
 from sparsekv.cli.configuring.sources import Command
-from sparsekv.formats.documents.document import UTF_8, open_document, tune_hint
+from sparsekv.formats.documents.document import UTF_8, open_document
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.documents.extracted import told_blank_pages
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact

@@ -13,7 +13,7 @@ from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.stats import stored_line
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.device import choose_device
-from sparsekv.formats.documents.document import tune_hint
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.build_folder import check_output
 from sparsekv.formats.index.reader import Artifact

@@ -25,7 +25,7 @@ from sparsekv.cli.configuring.project_file import long_name
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.reporting.tuned import Rounds, cost_ahead, print_table, record, told_budget, tuned_table
 from sparsekv.formats.device import choose_device
-from sparsekv.formats.documents.document import eval_hint
+from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import SparsekvError, UsageError, choose_one
 from sparsekv.formats.index.manifest import refuse_unwritable, write_defaults
 from sparsekv.formats.index.reader import Artifact

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sparsekv.cli.common.console import note, progress
-from sparsekv.formats.documents.document import tune_hint
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import UsageError, command
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.append import (

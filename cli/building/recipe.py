@@ -18,15 +18,8 @@ from sparsekv.cli.common.process import pressed
 from sparsekv.cli.common.stats import stored_line
 from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import peak_told
-from sparsekv.formats.documents.document import (
-    UTF_8,
-    Document,
-    decode_text,
-    marked_encoding,
-    open_document,
-    read_bytes,
-    tune_hint,
-)
+from sparsekv.formats.documents.document import UTF_8, Document, decode_text, marked_encoding, open_document, read_bytes
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.documents.extracted import told_blank_pages
 from sparsekv.formats.documents.file_order import KnownFile, count_changes, in_order
 from sparsekv.formats.documents.files import NAMED, Choice, SourceTexts, read_folder, read_several

@@ -167,7 +167,7 @@ def _eval_of(arguments: Sequence[str]) -> str:
     folder, others = Path(*given[at + 1 : at + 2]), [*given[:at], *given[at + 2 :]]
     try:
         # Imported here, because `manifest` imports torch, which takes seconds and which other errors do not need.
-        from sparsekv.formats.documents.document import eval_hint
+        from sparsekv.formats.documents.document_hints import eval_hint
         from sparsekv.formats.index.manifest import read_manifest
 
         return eval_hint(folder, read_manifest(folder), *others)

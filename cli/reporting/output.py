@@ -19,7 +19,7 @@ from sparsekv.cli.common.stats import (
 )
 from sparsekv.cli.common.tables import show_fitting
 from sparsekv.cli.pages.page import Page, budget_text, budget_texts, report_page
-from sparsekv.formats.documents.document import eval_hint
+from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError, add_methods_hint, command
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Manifest

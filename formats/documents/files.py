@@ -14,8 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from sparsekv.formats.documents import extracted
-from sparsekv.formats.documents.document import UTF_8, Document, check_encoding, page_encoding
-from sparsekv.formats.documents.encodings import detected_encoding, western_encoding
+from sparsekv.formats.documents.document import (
+    UTF_8,
+    Document,
+    check_encoding,
+    detected_encoding,
+    page_encoding,
+    western_encoding,
+)
 from sparsekv.formats.documents.ignore_patterns import Patterns
 from sparsekv.formats.errors import ENDING, UsageError, reason_of
 from sparsekv.formats.index.folder import MARKER

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from sparsekv.formats.documents.document import tune_hint
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import ArtifactError, UsageError, add_methods_hint
 from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.reader import CPU, Artifact

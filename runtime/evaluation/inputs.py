@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparsekv.formats.documents.document import UTF_8, eval_hint, read_document
+from sparsekv.formats.documents.document import UTF_8, read_document
+from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError, with_ending
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import MANIFEST

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from support.odd_documents import GERMAN, RUSSIAN, TEXTS
 
-from sparsekv.formats.documents.document import page_encoding, read_document
-from sparsekv.formats.documents.encodings import declared_encoding, detected_encoding
+from sparsekv.formats.documents.document import declared_encoding, detected_encoding, page_encoding, read_document
 from sparsekv.formats.errors import UsageError
 
 JAPANESE = "今日は天気がいいので、公園へ散歩に行きます。東京は日本の首都です。"
