@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparsekv.runtime.api import Index, open_index
     from sparsekv.runtime.decoding.answer import Answer, Sampling
     from sparsekv.runtime.decoding.session import Session
-    from sparsekv.runtime.selection.registry import methods
+    from sparsekv.runtime.selection.interface import methods
 
     __version__: str
 
@@ -44,7 +44,7 @@ _MODULES = {
     "Session": "runtime.decoding.session",
     "SparsekvError": "formats.errors",
     "UsageError": "formats.errors",
-    "methods": "runtime.selection.registry",
+    "methods": "runtime.selection.interface",
     "open_index": "runtime.api",
 }
 

@@ -23,8 +23,8 @@ from sparsekv.indexing.indexers.interface import Indexer, indexers
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.layer_timer import Forms, Timed, Timer, check_runs, configured, machine
 from sparsekv.runtime.benchmark.sources import DEFAULT_METHODS, Mixtures, Source, StoredLayerSource
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import methods, refuse_unused
+from sparsekv.runtime.selection.interface import Budget, methods
+from sparsekv.runtime.selection.registry import refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

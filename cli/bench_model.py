@@ -17,7 +17,7 @@ from sparsekv.formats.index.schema import AUTO, weights_named
 from sparsekv.indexing.indexers.interface import Indexer, indexers
 from sparsekv.runtime.benchmark.end_to_end import CONFIGS
 from sparsekv.runtime.benchmark.model_timer import DEFAULT_METHODS, EndToEnd, ModelTimer
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -23,7 +23,7 @@ from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command, left_out
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.decoding.early import EarlyReading
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -24,7 +24,7 @@ from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.runtime.evaluation.engine import check_room, evaluate, indexable, without_index
 from sparsekv.runtime.evaluation.inputs import answer_notes, cut_notes, read_contexts
 from sparsekv.runtime.evaluation.table import Cell, Score, cells, expecting_dense, rows
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -44,8 +44,8 @@ from sparsekv.runtime.decoding.choose_config import refuse_residual, residual_so
 from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.report import RecallReport, forms
 from sparsekv.runtime.reporting.report import recall_report as measure
-from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
-from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, methods
+from sparsekv.runtime.selection.registry import configured_form, methods_of, refuse_unused
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 

@@ -26,7 +26,7 @@ from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, r
 from sparsekv.cli.configuring.sources import Command, typed_options
 from sparsekv.cli.pages.trace import describe_size, describe_without, refuse_unwritable, say_json, write
 from sparsekv.runtime.decoding.early import EarlyReading
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 if TYPE_CHECKING:  # the modules import transformers, for which --help does not wait
     from sparsekv.runtime.decoding.answer import Answer

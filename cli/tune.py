@@ -33,8 +33,8 @@ from sparsekv.formats.index.schema import Defaults, TuneTarget
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import form_options, methods
+from sparsekv.runtime.selection.interface import Budget, methods
+from sparsekv.runtime.selection.registry import form_options
 from sparsekv.runtime.tuning.goals import REFERENCE, ErrorGoal, Goal, PerplexityGoal, RecallGoal, Tuned
 from sparsekv.runtime.tuning.tuning import tune as find
 

@@ -42,8 +42,8 @@ from sparsekv.runtime.decoding.session import Session, chosen_sampling
 from sparsekv.runtime.decoding.threads import exclusive, exclusive_process
 from sparsekv.runtime.reporting.questions import question_queries
 from sparsekv.runtime.reporting.report import GROUPS, in_order, recall_report, row_records
-from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.selection.registry import configured_form, methods, methods_of, refuse_unused
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
+from sparsekv.runtime.selection.registry import configured_form, methods_of, refuse_unused
 from sparsekv.runtime.serving.scheduler import Scheduler
 from sparsekv.runtime.serving.stream import Stream, Submission
 

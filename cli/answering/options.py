@@ -41,8 +41,8 @@ from sparsekv.runtime.attention.config import (
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, dense_if_short, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
-from sparsekv.runtime.selection.interface import Budget, Method
-from sparsekv.runtime.selection.registry import DENSE, methods, methods_of, unread
+from sparsekv.runtime.selection.interface import DENSE, Budget, Method, methods
+from sparsekv.runtime.selection.registry import methods_of, unread
 
 if TYPE_CHECKING:  # only ranks need torch.distributed; transformers takes as long as all other imports
     from sparsekv.formats.distributed.group import Ranks

@@ -24,7 +24,8 @@ from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, Question
 from sparsekv.runtime.decoding.choose_config import attention_of
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Place, Turn, add_turn
-from sparsekv.runtime.selection.registry import DENSE, changed_options, form_options
+from sparsekv.runtime.selection.interface import DENSE
+from sparsekv.runtime.selection.registry import changed_options, form_options
 
 
 def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str = "--save-to") -> None:

@@ -16,7 +16,8 @@ from sparsekv.cli.pages.trace import describe_size, refuse_unwritable, write
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.decoding.choose_config import idle_budget
-from sparsekv.runtime.selection.registry import DENSE, choose_methods
+from sparsekv.runtime.selection.interface import DENSE
+from sparsekv.runtime.selection.registry import choose_methods
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 ALIKE = 0.5

@@ -22,7 +22,7 @@ from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open, with_weights
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 if TYPE_CHECKING:  # only ranks need torch.distributed
     from sparsekv.formats.distributed.group import Ranks

@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, MaxNLocat
 from sparsekv.cli.common.streams import printable
 from sparsekv.formats.errors import SparsekvError, reason_of
 from sparsekv.runtime.selection.cluster_statistics import ListShape
-from sparsekv.runtime.selection.registry import DENSE, methods
+from sparsekv.runtime.selection.interface import DENSE, methods
 
 COLUMN = 1.05
 """Horizontal position where labels begin, in widths of the axes."""

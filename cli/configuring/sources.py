@@ -174,7 +174,8 @@ def _leave_out_unread(ctx: Any, options: dict[str, Any]) -> None:
     if not of_file:
         return
     from sparsekv.runtime.attention.config import Own  # the modules import torch
-    from sparsekv.runtime.selection.registry import methods, unread
+    from sparsekv.runtime.selection.interface import methods
+    from sparsekv.runtime.selection.registry import unread
 
     chosen, asking = _named(ctx, NAMING_METHODS), _named(ctx, NAMING_METHODS[1:])
     for option in of_file:

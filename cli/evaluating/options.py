@@ -40,8 +40,8 @@ from sparsekv.runtime.evaluation.engine import first_dense
 from sparsekv.runtime.evaluation.inputs import Inputs, unread_options
 from sparsekv.runtime.evaluation.published import FORMATS
 from sparsekv.runtime.evaluation.tasks import tasks
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import DENSE, choose_methods, methods
+from sparsekv.runtime.selection.interface import DENSE, Method, methods
+from sparsekv.runtime.selection.registry import choose_methods
 
 DEFAULT_BUDGETS = ["0.05", "0.1"]
 BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {

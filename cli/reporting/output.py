@@ -25,8 +25,8 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Manifest
 from sparsekv.indexing.indexers.interface import indexer_of, indexers
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow, in_order, pareto_front, row_records
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import changed_options, methods
+from sparsekv.runtime.selection.interface import Budget, methods
+from sparsekv.runtime.selection.registry import changed_options
 from sparsekv.runtime.selection.token_choice import LayerSharing
 
 LEGEND = (

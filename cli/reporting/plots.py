@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from sparsekv.cli.common.plots import LineEnd, by_layer, form_numbers, in_percent, label_ends, save, style_of
 from sparsekv.runtime.reporting.report import RecallReport, RecallRow, pareto_front
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 SHOWN_SHARE = 0.05  # the heat map shows recall at the measured budget nearest to this share
 SLIDE = (16, 9)  # inches

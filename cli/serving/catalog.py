@@ -20,8 +20,8 @@ from sparsekv.runtime.decoding.choose_config import (
     refuse_beside_dense,
     refuse_idle_budget,
 )
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import DENSE, methods, methods_of
+from sparsekv.runtime.selection.interface import DENSE, Budget, methods
+from sparsekv.runtime.selection.registry import methods_of
 
 SETTING = re.compile(r"(?::(?P<method>[^@:]+))?(?:@(?P<budget>[^@:]+))?")
 """The part of a model name after the name of an index: `:METHOD`, `@BUDGET`, or both."""

@@ -20,6 +20,7 @@ from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import (
+    DENSE,
     Budget,
     CentroidSegment,
     Method,
@@ -29,7 +30,6 @@ from sparsekv.runtime.selection.interface import (
     Selection,
     Selector,
 )
-from sparsekv.runtime.selection.registry import DENSE
 from sparsekv.runtime.selection.token_choice import LayerSharing
 
 DOUBLINGS = 2  # maximum number of times that the guard doubles a budget before a head falls back to dense attention

@@ -27,8 +27,7 @@ from sparsekv.runtime.cache.stored_layer import StoredLayer
 from sparsekv.runtime.decoding.step import DecodeStep
 from sparsekv.runtime.decoding.threads import all_cores
 from sparsekv.runtime.selection.checked import prepare_selector
-from sparsekv.runtime.selection.interface import Budget, LayerPosition, Method, MethodSpec, MiddleContext
-from sparsekv.runtime.selection.registry import DENSE
+from sparsekv.runtime.selection.interface import DENSE, Budget, LayerPosition, Method, MethodSpec, MiddleContext
 
 
 class DenseFormLayer(StoredLayer):

@@ -30,8 +30,8 @@ from sparsekv.runtime.cache.buffers import Run
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.selection.checked import prepare_selector
-from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, MiddleContext
-from sparsekv.runtime.selection.registry import DENSE, configure
+from sparsekv.runtime.selection.interface import DENSE, Budget, Method, MethodSpec, MiddleContext
+from sparsekv.runtime.selection.registry import configure
 
 
 class SettingTimes:

@@ -26,8 +26,8 @@ from sparsekv.runtime.benchmark.layer_timer import RefusedError, check_runs, con
 from sparsekv.runtime.benchmark.sources import LayerIndexer, Mixtures, Wanted, index_mixture
 from sparsekv.runtime.decoding.compiled import MODES, compile_layers
 from sparsekv.runtime.decoding.load import BITS
-from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext
-from sparsekv.runtime.selection.registry import methods, refuse_unused
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext, methods
+from sparsekv.runtime.selection.registry import refuse_unused
 
 DEFAULT_METHODS, DISTINCT = ["multipole"], 2
 DEFAULT_CONFIG = {"cpu": "smollm2-135m", "cuda": "qwen3-8b"}

@@ -19,8 +19,17 @@ from sparsekv.formats.index.schema import Defaults, given_parameters, layer_file
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.cache.kv_store import LayerRows, read_centroids
 from sparsekv.runtime.selection.checked import prepare_selector
-from sparsekv.runtime.selection.interface import Budget, LayerPosition, Method, MethodSpec, MiddleContext, Selector
-from sparsekv.runtime.selection.registry import DENSE, configure, method_of, methods, methods_of, refuse_unused
+from sparsekv.runtime.selection.interface import (
+    DENSE,
+    Budget,
+    LayerPosition,
+    Method,
+    MethodSpec,
+    MiddleContext,
+    Selector,
+    methods,
+)
+from sparsekv.runtime.selection.registry import configure, method_of, methods_of, refuse_unused
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters
 
 

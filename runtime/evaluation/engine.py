@@ -45,8 +45,7 @@ from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant
 from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.checked import code_of
-from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
-from sparsekv.runtime.selection.registry import DENSE
+from sparsekv.runtime.selection.interface import DENSE, Budget, Method, MethodSpec
 from sparsekv.runtime.selection.token_choice import LayerSharing
 
 Progress = Callable[[str, int, int], None]

@@ -53,9 +53,9 @@ from sparsekv.runtime.selection.interface import (
     Selector,
     SelectorKernels,
     SelectorReport,
+    methods,
     single_rows,
 )
-from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import check_rerank, rerank_scores, token_logits
 from sparsekv.runtime.selection.wrappers import ResidualClusters, residual_clusters
 

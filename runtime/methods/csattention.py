@@ -48,9 +48,9 @@ from sparsekv.runtime.selection.interface import (
     Selection,
     Selector,
     SelectorReport,
+    methods,
     single_rows,
 )
-from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import check_rerank, rerank_scores, token_logits
 
 

@@ -9,8 +9,7 @@ document's queries (`--query-sample`).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsekv.runtime.selection.interface import Method, MiddleContext
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Method, MiddleContext, methods
 from sparsekv.runtime.selection.token_choice import KeptTokens, ranking
 
 

@@ -8,8 +8,7 @@ between sinks and tail.
 from dataclasses import dataclass
 
 from sparsekv.kernels.scores.logits import keydiff_scores
-from sparsekv.runtime.selection.interface import Method, MiddleContext
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Method, MiddleContext, methods
 from sparsekv.runtime.selection.token_choice import KeptTokens, ranking
 
 

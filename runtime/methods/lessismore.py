@@ -16,8 +16,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.scores.logits import attention_logits, softmax_beside
-from sparsekv.runtime.selection.interface import MiddleContext, Queries
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import MiddleContext, Queries, methods
 from sparsekv.runtime.selection.token_choice import LayerSharing, SharingSelector, ranking
 
 

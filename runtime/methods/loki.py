@@ -12,8 +12,7 @@ import torch
 
 from sparsekv.formats.errors import check_at_least_one
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
-from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector, methods
 from sparsekv.runtime.selection.token_choice import check_channels, group_probability, top_tokens
 
 

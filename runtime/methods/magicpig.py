@@ -25,9 +25,9 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    methods,
     single_rows,
 )
-from sparsekv.runtime.selection.registry import methods
 
 MOST_BITS = 15  # a code is a non-negative int16
 MOST_TABLES = 2**15 - 1  # collisions are counted in int16

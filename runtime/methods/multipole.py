@@ -25,8 +25,7 @@ from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
 from sparsekv.runtime.selection.clusters.steps import WindowedRope
 from sparsekv.runtime.selection.clusters.stream import BlockClustering
-from sparsekv.runtime.selection.interface import MiddleContext
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import MiddleContext, methods
 
 
 @methods.register("multipole")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector, methods
 from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
 
 

@@ -21,9 +21,9 @@ from sparsekv.runtime.selection.interface import (
     Queries,
     Selection,
     Selector,
+    methods,
     single_rows,
 )
-from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import (
     check_rerank,
     group_probability,

@@ -12,8 +12,7 @@ from typing import ClassVar
 
 from sparsekv.formats.index.schema import QuokaOptions
 from sparsekv.kernels.scores.quoka import key_norms, quoka_scores, subselect_queries
-from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector, methods
 from sparsekv.runtime.selection.token_choice import top_tokens
 
 

@@ -10,8 +10,7 @@ from typing import ClassVar
 from sparsekv.formats.errors import check_at_least_one
 from sparsekv.kernels.attention.attention import spaced_places
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector, methods
 from sparsekv.runtime.selection.token_choice import group_probability, top_tokens
 
 

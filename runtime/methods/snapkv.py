@@ -18,8 +18,15 @@ from torch.nn import functional
 
 from sparsekv.formats.errors import UsageError, check_at_least_one, check_choice
 from sparsekv.kernels.scores.logits import attention_logits, softmax_beside
-from sparsekv.runtime.selection.interface import Budget, ConversationState, Method, MiddleContext, Queries, Selection
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import (
+    Budget,
+    ConversationState,
+    Method,
+    MiddleContext,
+    Queries,
+    Selection,
+    methods,
+)
 from sparsekv.runtime.selection.token_choice import KeptTokens, ranking
 
 POOLING = ("max", "average")

@@ -30,8 +30,8 @@ from sparsekv.runtime.selection.interface import (
     Selection,
     Selector,
     SelectorReport,
+    methods,
 )
-from sparsekv.runtime.selection.registry import methods
 from sparsekv.runtime.selection.token_choice import check_channels, group_probability, token_logits, top_tokens
 
 

@@ -16,8 +16,7 @@ from sparsekv.formats.errors import check_choice
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
 from sparsekv.runtime.selection.clusters.steps import Thresholds
-from sparsekv.runtime.selection.interface import MiddleContext
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import MiddleContext, methods
 
 SELECTIONS = ("budget", "threshold")
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.scores.logits import attention_logits
-from sparsekv.runtime.selection.interface import MiddleContext, Queries
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import MiddleContext, Queries, methods
 from sparsekv.runtime.selection.token_choice import LayerSharing, SharingSelector, group_probability, ranking
 
 

@@ -14,8 +14,8 @@ from sparsekv.runtime.selection.interface import (
     RowSet,
     Selection,
     Selector,
+    methods,
 )
-from sparsekv.runtime.selection.registry import methods
 
 
 @methods.register("window")

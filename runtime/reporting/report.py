@@ -18,8 +18,7 @@ from sparsekv.runtime.decoding.choose_config import stored_context
 from sparsekv.runtime.reporting.queries import MeasuredQueries, checked_rows, seen_block, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
 from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
-from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, methods
 
 
 @dataclass(frozen=True)

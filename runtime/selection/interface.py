@@ -1,4 +1,7 @@
-"""The interface of methods: a `Method` prepares, for each layer, a `Selector` that selects KV rows within a budget."""
+"""The interface of methods: a `Method` prepares, for each layer, a `Selector` that selects KV rows within a budget.
+
+`methods` is the registry of all methods by name.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +15,7 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
+from sparsekv.formats.registry import Registry
 from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.common.rows import Int8Kernel, expand_full_runs, expand_runs
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
@@ -631,3 +635,9 @@ class MethodSpec:
     def title(self) -> str:
         """Method name and variant, as tables show them."""
         return f"{self.name} {self.variant}".strip()
+
+
+methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
+
+DENSE = "dense"
+"""Name of dense attention, the baseline of all methods. Dense attention is not a registered method."""

@@ -1,4 +1,4 @@
-"""Look-up of methods by name, and their configuration with the parameters that a user set."""
+"""Choice of methods by name, and their configuration with the parameters that a user set."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 from sparsekv.formats.errors import AUTO_ELSEWHERE, UsageError, add_methods_hint, check_type, suggestion
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
-from sparsekv.formats.registry import Registry
-from sparsekv.runtime.selection.interface import Method, MethodSpec
+from sparsekv.runtime.selection.interface import DENSE, MethodSpec, methods
 
 T = TypeVar("T")
 
@@ -152,12 +151,6 @@ def show_default(field: Field[Any]) -> str:
     """Format a field's default as the command line accepts it; without a default the text is empty."""
     value = field.default if field.default is not MISSING else ""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-methods: Registry[type[Method]] = Registry("method", "sparsekv.runtime.methods", "sparsekv.methods", Method)
-
-DENSE = "dense"
-"""Name of dense attention, the baseline of all methods. Dense attention is not a registered method."""
 
 
 def methods_of(artifact: Artifact, names: Sequence[str] = (), beside: Sequence[str] = ()) -> list[str]:

@@ -9,8 +9,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.decoding.choose_config import residual_source
 from sparsekv.runtime.reporting.report import forms
-from sparsekv.runtime.selection.interface import MethodSpec
-from sparsekv.runtime.selection.registry import methods, methods_of
+from sparsekv.runtime.selection.interface import MethodSpec, methods
+from sparsekv.runtime.selection.registry import methods_of
 from sparsekv.runtime.tuning.goals import AttentionMeter, Halves, Point, Tuned
 
 # Smallest and largest budget, as a share of the tokens between sinks and tail. The smallest budget is about six tokens

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import DENSE, methods
+from sparsekv.runtime.selection.interface import DENSE, Budget, methods
 
 Within = Budget | Literal["default"]
 """Budget of a sparse request; "default": the method's default for the request's index."""

@@ -19,8 +19,7 @@ from sparsekv.runtime.benchmark.layer import Shape, mixture
 from sparsekv.runtime.benchmark.layer_timer import StepTiming
 from sparsekv.runtime.benchmark.sources import index_mixture
 from sparsekv.runtime.methods.oracle import OracleSelector
-from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, MiddleContext, Queries, Selection, Selector, methods
 
 SHAPE = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--context", "600")
 BENCH = ("bench", *SHAPE, "--runs", "2", "--warm", "--budget", "10%", "-q")

@@ -15,7 +15,7 @@ from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.configuring.sources import leaf_commands, owners
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.prefill.interface import prefills
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 ALWAYS = {
     "build-index": "from-file as-one model method max-tokens sinks tail chunk-size prefill rope-scaling raw "

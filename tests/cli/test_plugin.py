@@ -16,8 +16,7 @@ from support.forked import Run, Zygote, zygote
 from sparsekv.cli.common.method_options import with_options
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.registry import Registry
-from sparsekv.runtime.selection.interface import Method
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Method, methods
 
 PACKAGE = Path(__file__).parents[1] / "plugin"
 ENTRY_POINTS = "[sparsekv.methods]\n{name} = {value}\n"

@@ -17,7 +17,7 @@ from support.tiny_models import save_tiny
 from sparsekv.cli import bench, build_index, eval, generate, recall_report  # noqa: F401
 from sparsekv.formats.registry import Registry
 from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 PAGE = ROOT / "docs" / "how-to" / "add-a-method.md"
 SHOWN = {info: [block for block in blocks(PAGE) if block.info == info] for info in ("python", "sh", "toml")}

@@ -9,7 +9,7 @@ import pytest
 from support.doc_pages import ROOT, tables
 
 from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 FOLDER = ROOT / "docs" / "reference" / "methods"
 BESIDE = {"README", "residual", "guard", "tuning", "placement"}

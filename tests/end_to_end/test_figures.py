@@ -18,8 +18,7 @@ from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, methods
 
 QUESTION = "Which statement raises an exception?"
 REPORTS = (

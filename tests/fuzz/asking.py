@@ -18,8 +18,7 @@ from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import exclusive
-from sparsekv.runtime.selection.interface import MethodSpec
-from sparsekv.runtime.selection.registry import DENSE
+from sparsekv.runtime.selection.interface import DENSE, MethodSpec
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed

@@ -11,8 +11,8 @@ from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.index.schema import Weights
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.prefill.interface import prefills
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import methods, unread
+from sparsekv.runtime.selection.interface import Budget, methods
+from sparsekv.runtime.selection.registry import unread
 
 from .options import Options, draw_options
 

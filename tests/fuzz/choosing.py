@@ -26,8 +26,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.codes import CodeScan, CodesSelector, QuestionScan
 from sparsekv.runtime.methods.csattention import ListSearch, TableSelector
 from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector
-from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries, Selector
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries, Selector, methods
 from sparsekv.runtime.selection.wrappers import chosen_rows, unite
 
 from .case import Case, from_options

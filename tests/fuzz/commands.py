@@ -22,8 +22,7 @@ from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.evaluation.engine import first_dense
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import DENSE, methods
+from sparsekv.runtime.selection.interface import DENSE, Budget, methods
 
 from .case import draw_budget
 from .deeds import deed

@@ -26,8 +26,7 @@ from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.queries import tail_block
 from sparsekv.runtime.reporting.recall import chosen_positions, truths
 from sparsekv.runtime.reporting.report import forms
-from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
 
 from .case import draw_budget
 from .commands import is_read_back, placed, ran, reading_options

@@ -11,7 +11,7 @@ from typing import Any
 from support.command import run_here
 
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 from .case import draw_budget
 from .commands import asking_options, is_read_back, placed, ran

@@ -11,8 +11,7 @@ from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.report import forms
-from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
 from sparsekv.runtime.tracing.recorder import AttendedStep, RecordingExecutor, Shares
 
 SOME = Budget(0.1)

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from sparsekv.cli.common.plots import LINES, form_numbers, in_percent, style_of
-from sparsekv.runtime.selection.registry import DENSE, methods
+from sparsekv.runtime.selection.interface import DENSE, methods
 
 
 def test_methods_and_their_forms_look_different() -> None:

@@ -14,7 +14,7 @@ from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.configuring.sources import leaf_commands
 from sparsekv.formats.user.cache import cache_root
 from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 
 def ask(*words: str) -> dict[str, str]:

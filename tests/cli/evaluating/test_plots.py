@@ -10,7 +10,7 @@ from matplotlib.colors import same_color, to_rgb
 
 from sparsekv.cli.evaluating import plots
 from sparsekv.runtime.evaluation.table import Cell, Score
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import methods
 
 NO_DIFFERENCE: dict[str, Any] = dict.fromkeys(("difference", "difference_low", "difference_high", "same_as_dense"))
 

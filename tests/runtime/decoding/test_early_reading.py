@@ -32,8 +32,7 @@ from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

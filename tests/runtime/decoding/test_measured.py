@@ -16,8 +16,7 @@ from sparsekv.runtime.attention.plan import Prefetcher, wait_for_searches
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.selection.interface import Budget, Method
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, methods
 
 QUESTION = 40
 """Tokens: more than what codes choose for together."""

@@ -27,8 +27,7 @@ from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, methods
 
 
 def _refused(index: OpenIndex, loaded: LoadedModel) -> IdentityError:

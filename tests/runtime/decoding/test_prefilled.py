@@ -16,8 +16,7 @@ from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import Engine, PrefilledQuestion, Request, generate, pack, prefill_question
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
-from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, methods
 
 QUESTIONS = ("What is an expression?", "x", "Which statement is it that raises an exception, and when?")
 GREEDY = Sampling(max_new_tokens=8)

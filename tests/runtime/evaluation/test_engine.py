@@ -23,8 +23,7 @@ from sparsekv.runtime.evaluation import engine
 from sparsekv.runtime.evaluation.engine import INDICES, Comparison, evaluate
 from sparsekv.runtime.evaluation.table import Result
 from sparsekv.runtime.evaluation.tasks import Context, Question, in_turns
-from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
 
 LONGEST = 6
 TEXTS = ("What is an expression?", "Why?", "Which statement raises an exception?")

@@ -11,8 +11,7 @@ from support.small_layer import SINKS, TAIL, as_queries
 
 from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, indexers
-from sparsekv.runtime.selection.interface import Budget, LayerPosition, MiddleContext
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, LayerPosition, MiddleContext, methods
 
 Hk, G, D, MIDDLE, LAYERS, QUESTION = 2, 3, 32, 500, 6, 24
 INSIDE = slice(SINKS, SINKS + MIDDLE)

@@ -9,8 +9,8 @@ from support.small_layer import SmallLayer, all_chosen, as_queries, most_childre
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import MethodRecord, RopeFacts
 from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
-from sparsekv.runtime.selection.interface import Budget, Selection
-from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.interface import Budget, Selection, methods
+from sparsekv.runtime.selection.registry import choose_methods
 
 every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 that_turn = pytest.mark.parametrize("rope", [ROPES["halves"], ROPES["interleaved"]], ids=["halves", "interleaved"])

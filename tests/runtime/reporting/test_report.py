@@ -16,8 +16,8 @@ from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
 from sparsekv.runtime.reporting.report import MEASURES, RecallReport, recall_report
-from sparsekv.runtime.selection.interface import Budget, MethodSpec
-from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
+from sparsekv.runtime.selection.registry import choose_methods
 
 BUDGETS = [Budget(0.05), Budget(60), Budget(1.0)]
 

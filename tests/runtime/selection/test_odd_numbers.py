@@ -23,8 +23,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.selection.interface import Budget, Method, Selection
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, Selection, methods
 
 STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "huge": lambda rows: 3e38 * rows.sign(),

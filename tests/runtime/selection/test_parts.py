@@ -16,8 +16,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.snapkv import SnapKV
-from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Selector
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Selector, methods
 from sparsekv.runtime.selection.wrappers import ResidualSelector, residual_clusters, unite
 
 NAMES = ("kernels", "conversation", "append", "report")

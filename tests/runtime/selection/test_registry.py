@@ -25,9 +25,10 @@ from sparsekv.runtime.selection.interface import (
     Queries,
     Selection,
     Selector,
+    methods,
     single_rows,
 )
-from sparsekv.runtime.selection.registry import choose_methods, methods
+from sparsekv.runtime.selection.registry import choose_methods
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from support.small_layer import as_queries, small_layer
 
 from sparsekv.indexing.indexers.interface import LayerInput, indexers
 from sparsekv.runtime.methods.codes import Codes
-from sparsekv.runtime.selection.interface import Budget, MiddleContext, Selection
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, MiddleContext, Selection, methods
 from sparsekv.runtime.selection.token_choice import rerank_scores
 
 BUILT: dict[str, dict[str, Any]] = {

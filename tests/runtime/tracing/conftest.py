@@ -6,8 +6,7 @@ import pytest
 from support.traced import Answered, answered, every_form
 
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.selection.interface import MethodSpec
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import MethodSpec, methods
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -8,8 +8,7 @@ from torch.nn.functional import cross_entropy
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.perplexity import losses
-from sparsekv.runtime.selection.interface import MethodSpec
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import MethodSpec, methods
 from sparsekv.runtime.tuning.goals import ModelMeter, PerplexityGoal
 from sparsekv.runtime.tuning.tuning import tune
 

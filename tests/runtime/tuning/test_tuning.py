@@ -21,8 +21,7 @@ from sparsekv.runtime.methods.window import Window, WindowSelector
 from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
 from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
 from sparsekv.runtime.reporting.report import recall_report
-from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext
-from sparsekv.runtime.selection.registry import methods
+from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext, methods
 from sparsekv.runtime.tuning.coarse_search import LARGEST_BUDGET, SMALLEST_BUDGET, BudgetSearch, candidates, rounded
 from sparsekv.runtime.tuning.goals import REFERENCE, AttentionMeter, ErrorGoal, RecallGoal, Tuned
 from sparsekv.runtime.tuning.tuning import tune
