@@ -7,8 +7,8 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.cli.common.commands import COMMANDS, HELP, asks_for_help
+from sparsekv.cli.common.options import refuse_repeated
 from sparsekv.cli.common.process import raise_lost_interrupt, refuse_little_room, refuse_lost_folder, refuse_small_limit
-from sparsekv.cli.common.values import refuse_repeated
 from sparsekv.cli.configuring.sources import apply_defaults
 from sparsekv.cli.distributed.launch import GpusOption
 from sparsekv.formats.errors import UsageError

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from sparsekv.cli.common.console import note, note_plain, progress, say
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.options import (
     AppendChunkSizeOption,
     DeviceOption,
@@ -18,6 +17,7 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
     WeightsOption,
+    open_artifact,
 )
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.idle import note_idle_encoding

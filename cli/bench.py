@@ -8,12 +8,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, StepOptions
-from sparsekv.cli.benchmarking.output import ITERATIONS, mixture_indexers, print_rows
+from sparsekv.cli.benchmarking.output import DEFAULT_BUDGETS, ITERATIONS, StepOptions, mixture_indexers, print_rows
 from sparsekv.cli.common.console import note
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import FormatOptions, RunOptions, names_of, refuse_unwritable_plot
+from sparsekv.cli.common.options import FormatOptions, RunOptions, names_of, open_artifact, refuse_unwritable_plot
 from sparsekv.cli.common.process import resume_collector
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.formats.device import choose_device

@@ -6,8 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, StepOptions
-from sparsekv.cli.benchmarking.output import ITERATIONS, mixture_indexers, print_model_rows
+from sparsekv.cli.benchmarking.output import (
+    DEFAULT_BUDGETS,
+    ITERATIONS,
+    StepOptions,
+    mixture_indexers,
+    print_model_rows,
+)
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import RunOptions, TableOptions, names_of

@@ -32,12 +32,12 @@ from sparsekv.cli.common.options import (
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.idle import note_idle_encoding
 from sparsekv.cli.configuring.sources import Command, on_command_line
-from sparsekv.cli.distributed.join import join_ranks, refuse_with_ranks
+from sparsekv.cli.distributed.launch import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import AUTO, FILE_ORDERS, file_order_named, kv_dtype_named, weights_named
 from sparsekv.indexing.indexers.interface import choose_indexers, indexers
-from sparsekv.indexing.prefill.interface import choose_prefill, prefills
+from sparsekv.indexing.prefill.prefills import choose_prefill, prefills
 from sparsekv.runtime.selection.registry import configure, refuse_unused
 
 if TYPE_CHECKING:  # --help does not wait for transformers, which takes as long as all other imports
@@ -293,8 +293,13 @@ def build_index(options: BuildOptions) -> None:
     recipe, documents = options.recipe(), options.documents or []
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.building.recipe import FIXED, add_methods, choose_targets, index_among, index_by_ranks
-    from sparsekv.cli.building.several import index_by_ray, index_here, index_several
-    from sparsekv.cli.building.watch import build_and_watch, refuse_unwatchable
+    from sparsekv.cli.building.several import (
+        build_and_watch,
+        index_by_ray,
+        index_here,
+        index_several,
+        refuse_unwatchable,
+    )
 
     refuse_little_room()
     check_ray(options.ray, options.workers)

@@ -7,11 +7,11 @@ import typer
 from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_prefill_alone, note_short_document
 from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.common.console import note, say
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.options import open_artifact
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command
-from sparsekv.cli.distributed.join import join_ranks
+from sparsekv.cli.distributed.launch import join_ranks
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.interface import methods
 

@@ -14,7 +14,7 @@ from sparsekv.cli.daemon.client import hand_over
 from sparsekv.cli.daemon.messages import SERVE
 
 if TYPE_CHECKING:
-    from sparsekv.cli.completing.known import KnownCommand
+    from sparsekv.cli.completing.candidates import KnownCommand
 
 
 def main() -> NoReturn:
@@ -128,7 +128,7 @@ def _fail_as_rank(error: BaseException, *, debug: bool) -> None:
 
     place = own_place()
     if place is not None:
-        from sparsekv.cli.distributed.join import fail_as_rank
+        from sparsekv.cli.distributed.launch import fail_as_rank
 
         fail_as_rank(place, error, _command(), debug=debug)
 
@@ -142,7 +142,7 @@ def _call(*, debug: bool) -> int:
     prepare_streams()
     give_home()
     if (place := own_place()) is not None:
-        from sparsekv.cli.distributed.join import enter
+        from sparsekv.cli.distributed.launch import enter
 
         enter(place)
     with quiet_libraries(debug=debug):

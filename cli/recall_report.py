@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.common.console import note, progress, say
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.options import (
     FormatOptions,
@@ -20,6 +19,7 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
     WeightsOption,
     names_of,
+    open_artifact,
     refuse_unwritable_plot,
     share,
 )

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from sparsekv.cli.common.console import note, say
-from sparsekv.cli.common.options import QuietOption
+from sparsekv.cli.common.options import QuietOption, open_artifact
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.daemon.likeness import differing, likeness
 from sparsekv.cli.daemon.messages import (
@@ -93,11 +93,8 @@ def start(
 
 def _refuse_unreadable(folders: list[Path]) -> None:
     """Raise the errors of `open_artifact` for an index that a new server could not open."""
-    if folders:
-        from sparsekv.cli.common.index_option import open_artifact  # the module imports torch, which takes seconds
-
-        for folder in folders:
-            open_artifact(folder, called="INDEX")
+    for folder in folders:
+        open_artifact(folder, called="INDEX")
 
 
 def _show(path: str) -> None:

@@ -9,7 +9,6 @@ import torch
 import typer
 
 from sparsekv.cli.common.console import note, progress, say
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.method_options import with_options
 from sparsekv.cli.common.options import (
     IndexOption,
@@ -18,6 +17,7 @@ from sparsekv.cli.common.options import (
     TableOptions,
     WeightsOption,
     names_of,
+    open_artifact,
     share,
 )
 from sparsekv.cli.common.tables import say_markup

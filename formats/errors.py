@@ -50,6 +50,13 @@ def reason_of(error: BaseException) -> str:
     return (getattr(error, "strerror", None) or str(error)).lower()
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first non-empty line of an error's message, cut to 200 characters; without one, the error's class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 class SparsekvError(Exception):
     """A failure at run time. The message states what failed and what to do. Exit code 1."""
 

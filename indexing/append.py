@@ -31,7 +31,7 @@ from sparsekv.formats.models.load import LoadedModel
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.indexers.interface import Indexer, indexers
 from sparsekv.indexing.plan import BuildPlan, Growth, config_of
-from sparsekv.indexing.prefill.interface import Prefill, prefill_name, prefills
+from sparsekv.indexing.prefill.prefills import Prefill, prefill_name, prefills
 
 OWNER = ".owner"
 

@@ -41,7 +41,7 @@ from sparsekv.indexing.existing_index import (
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, Tensors
 from sparsekv.indexing.indexers.layer_work import LayerMaker, LayerWork, ahead_on, lend, make_layers
 from sparsekv.indexing.plan import Build, BuildConfig, BuildPlan, Growth, Progress, birth, choose_chunk_size
-from sparsekv.indexing.prefill.interface import Prefill
+from sparsekv.indexing.prefill.prefills import Prefill
 from sparsekv.indexing.reuse import plan_reuse
 
 

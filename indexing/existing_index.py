@@ -14,7 +14,7 @@ from sparsekv.formats.index.schema import AUTO, TOKENS, KVDtype, Manifest, Metho
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.indexers.interface import indexer_of, indexers
 from sparsekv.indexing.plan import Build
-from sparsekv.indexing.prefill.interface import prefill_name
+from sparsekv.indexing.prefill.prefills import prefill_name
 from sparsekv.indexing.reuse import ReusePlan, shared_tokens
 from sparsekv.indexing.sampling import sample_size
 

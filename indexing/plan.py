@@ -38,7 +38,7 @@ from sparsekv.indexing.capture.team import Team
 from sparsekv.indexing.context_files import context_recipe, state_recipe
 from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.indexers.layer_work import AHEAD
-from sparsekv.indexing.prefill.interface import DensePrefill, Prefill, prefill_name
+from sparsekv.indexing.prefill.prefills import DensePrefill, Prefill, prefill_name
 from sparsekv.kernels.common.states import ATTENDING, BOTH, KEEPING, NEITHER, LayerKinds, layer_kinds
 
 

@@ -24,7 +24,7 @@ from sparsekv.cli.common.options import (
     share,
 )
 from sparsekv.cli.common.streams import outlive_reader
-from sparsekv.cli.distributed.join import refuse_with_ranks
+from sparsekv.cli.distributed.launch import refuse_with_ranks
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact

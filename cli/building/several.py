@@ -1,18 +1,24 @@
-"""Build the indices of several documents, in this process or on a Ray cluster. A document that fails does not stop
-the others."""
+"""Build the indices of several documents, in this process or on a Ray cluster, once or whenever their texts change.
+
+A document that fails does not stop the others. `build-index --watch` waits for changes on disk.
+"""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparsekv.cli.building.recipe import BuildRecipe, Target
 from sparsekv.cli.common.console import note, progress, say, tell
 from sparsekv.cli.common.failures import causes, describe
 from sparsekv.cli.common.ray_cluster import RayCluster, RayWorker, whole_model
 from sparsekv.cli.common.streams import printable
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.documents.files import IGNORE_FILE, folder_of_glob, is_glob
+from sparsekv.formats.errors import ENDING, SparsekvError, UsageError
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.plan import Progress
 
@@ -126,3 +132,191 @@ def _size(target: Target) -> int:
         return Path(target.document).stat().st_size
     except OSError:
         return 0
+
+
+if TYPE_CHECKING:  # an optional library
+    from watchfiles.main import FileChange
+
+SETTLED = 300
+"""Milliseconds without a change after which changes are reported."""
+LONGEST = 2000
+"""Milliseconds after which changes are reported although more follow."""
+TICK = 500
+"""Milliseconds between two checks whether a watched folder was replaced by another folder of the same name. Without the
+check, the system would go on watching the removed folder."""
+
+
+def refuse_unwatchable(targets: Sequence[Target]) -> None:
+    """Raise UsageError if watchfiles is not installed, or if a document is standard input or a device.
+
+    Documents that do not exist are allowed, because they can be written later.
+    """
+    try:
+        import watchfiles  # noqa: F401
+    except ImportError:
+        raise UsageError("--watch needs watchfiles: pip install 'sparsekv[watch]'") from None
+    for target in targets:
+        for name in target.joined or (target.document,):
+            if name == "-":
+                raise UsageError("--watch: standard input does not change; name a file")
+            if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
+                raise UsageError(f"--watch: {name} is neither a file nor a folder; name one")
+
+
+def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
+    """Build the documents' indices, and build each again when its text has changed, until Ctrl-C.
+
+    An error of a build is printed, and the document is still watched; only an error of the first build of a single
+    document is raised. `--force` applies to the first round of builds only.
+
+    Raises:
+        SparsekvError: the first build of a single document failed, or the files cannot be watched.
+    """
+    load, states = cache(recipe.load), dict[Target, str]()
+    watched = targets[0].document if len(targets) == 1 else f"{len(targets):,} documents"
+    changes = _Changes(targets)
+    try:
+        while True:
+            before = dict(states)
+            # A text that changes during its build has another hash in the next round, and is then built again.
+            states |= {target: recipe.text_state(target) for target in targets}
+            changed = [target for target in targets if states[target] != before.get(target)]
+            for target in changed:
+                _build(recipe, target, load, alone=not before and len(targets) == 1)
+            recipe = replace(recipe, config=replace(recipe.config, force=False))
+            if changed:
+                note(f"watching {watched}; Ctrl-C ends it", quiet=recipe.quiet)
+            changes.wait()
+    finally:
+        changes.close()
+
+
+def _build(recipe: BuildRecipe, target: Target, load: Callable[[], LoadedModel], *, alone: bool) -> None:
+    """Build an index and print its path. An error is printed, or raised if `alone` is True."""
+
+    def index() -> None:
+        with progress(quiet=recipe.quiet) as show:
+            recipe.index(target, load, show)
+        say(str(target.folder))
+
+    if alone:
+        index()
+    elif wrong := failure(index):
+        named = wrong.startswith(target.document) or wrong.endswith(target.document)
+        tell(printable(wrong if named else f"{target.document}: {wrong}"), soft_wrap=True)
+
+
+class _Changes:
+    """Waits for changes in the files and folders of documents. Changes between two calls of `wait` are not lost.
+
+    Raises:
+        SparsekvError: the system refuses to watch a folder.
+    """
+
+    def __init__(self, targets: Sequence[Target]):
+        self._names = [os.fspath(name) for target in targets for name in target.joined or (target.document,)]
+        self._indices = [os.path.join(os.path.abspath(target.folder), "") for target in targets]
+        self._folders, self._files = set[str](), set[str]()
+        self._streams: list[Generator[set[FileChange], None, None]] = []
+        self._seen: list[object] = []
+        self._open()
+
+    def wait(self) -> None:
+        """Return once a file has changed, or a watched folder was replaced."""
+        while True:
+            changed = [bool(next(stream)) for stream in self._streams]
+            if self._identities() != self._seen:
+                self.close()
+                self._open()
+                return
+            if any(changed):
+                return
+            if not self._streams:
+                time.sleep(TICK / 1000)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for stream in self._streams:
+            stream.close()
+        self._streams = []
+
+    def _open(self) -> None:
+        from watchfiles import watch
+
+        self._folders, self._files = self._places()
+        self._seen = self._identities()
+        parents = {os.path.dirname(path) for path in self._files}
+        ways = (self._folders, self._counts_below, True), (parents, self._is_named, False)
+        for paths, counts, recursive in ways:
+            there = [path for path in sorted(paths) if os.path.isdir(path)]
+            if not there:
+                continue
+            stream = watch(
+                *there,
+                watch_filter=counts,
+                debounce=LONGEST,
+                step=SETTLED,
+                rust_timeout=TICK,
+                yield_on_timeout=True,
+                recursive=recursive,
+                ignore_permission_denied=True,
+            )
+            self._streams.append(stream)
+            try:
+                next(stream)  # begins the watch
+            except (OSError, RuntimeError) as error:
+                raise SparsekvError(
+                    f"--watch: cannot watch {there[0]}: {error}; name a smaller folder, or raise "
+                    "fs.inotify.max_user_watches"
+                ) from None
+
+    def _places(self) -> tuple[set[str], set[str]]:
+        """Return the paths of the folders and of the files to watch. A name that does not exist may become a file.
+
+        Links in a file's folder are resolved. A file that is itself a link has two paths: its own, and that of the file
+        that it leads to.
+        """
+        folders, files = set[str](), set[str]()
+        for name in self._names:
+            if os.path.isdir(name):
+                folders.add(os.path.abspath(name))
+            elif is_glob(name):
+                folders.add(os.path.abspath(folder_of_glob(name)))
+            else:
+                folder, base = os.path.split(os.path.abspath(name))
+                files |= {os.path.join(os.path.realpath(folder), base), os.path.realpath(name)}
+        return folders, files
+
+    def _identities(self) -> list[object]:
+        """Return the watched paths, and device and inode of each watched folder; None for a folder that does not
+        exist."""
+        folders, files = self._places()
+        watched = sorted({*folders, *map(os.path.dirname, files)})
+        return [sorted(folders), sorted(files), *map(_identity, watched)]
+
+    def _counts_below(self, change: object, path: str) -> bool:
+        """Whether a changed path below a watched folder may matter to a document.
+
+        It does not matter if it is in an index or if a part of it is hidden; a .gitignore does not count as hidden.
+        """
+        if any(os.path.join(path, "").startswith(index) for index in self._indices):
+            return False
+        # A folder that is hidden in one watched folder may itself be named.
+        below = [Path(path).relative_to(folder).parts for folder in self._folders if Path(path).is_relative_to(folder)]
+        return any(not any(map(_is_left_out, parts)) for parts in below)
+
+    def _is_named(self, change: object, path: str) -> bool:
+        return path in self._files
+
+
+def _is_left_out(name: str) -> bool:
+    """Whether a file or folder of this name in a watched folder is no part of a document's text."""
+    return (name[0] == "." and name != IGNORE_FILE) or name.endswith(ENDING)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,18 +1,31 @@
-"""An open chat: its conversation, sampling and output, how commands change it, and how Ctrl-C interrupts it."""
+"""An open chat: its conversation, sampling and output, how Ctrl-C interrupts it, and its slash commands."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 
+from rapidfuzz import process
+from rapidfuzz.distance import DamerauLevenshtein
+
 from sparsekv.cli.answering.options import Choices
+from sparsekv.cli.answering.session import refuse_unsavable, save_session
 from sparsekv.cli.common.console import note
+from sparsekv.cli.common.method_options import note_small_budgets
 from sparsekv.cli.common.questions import AnswerStream
 from sparsekv.cli.common.stats import note_cut, print_sources, print_stats
+from sparsekv.cli.pages.trace import describe_size, refuse_unwritable, write
+from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import Sampling
+from sparsekv.runtime.decoding.choose_config import idle_budget
 from sparsekv.runtime.decoding.session import Conversation
+from sparsekv.runtime.selection.interface import DENSE
+from sparsekv.runtime.selection.registry import choose_methods
+from sparsekv.runtime.tracing.trace import TracedIndex
 
 
 class Interrupts:
@@ -130,3 +143,176 @@ def describe(config: DecodeConfig) -> str:
     fixed = attention.method.ignores_budget
     told = "with the same tokens for any budget" if fixed else f"at {share} of the document"
     return f"{attention.title} {told}{', with --residual' if attention.residual else ''}"
+
+
+ALIKE = 0.5
+"""Minimum similarity, from 0 to 1, at which a command is suggested for an unknown name."""
+
+
+@dataclass(frozen=True)
+class Slash:
+    """A slash command: its name, its argument, its help text, and the function that runs it."""
+
+    name: str
+    argument: str
+    help: str
+    run: Callable[[Chat, str], None]
+
+    @property
+    def usage(self) -> str:
+        return f"/{self.name} {self.argument}".rstrip()
+
+
+COMMANDS: dict[str, Slash] = {}
+"""All slash commands by name, in the order of /help."""
+
+
+def slash(usage: str, told: str) -> Callable[[Callable[[Chat, str], None]], Callable[[Chat, str], None]]:
+    """Return a decorator that registers a slash command. The decorated function takes the chat and the command's
+    argument.
+
+    Args:
+        usage: the command and its argument, such as `/budget B`.
+        told: the help text in /help.
+    """
+    name, _, argument = usage.removeprefix("/").partition(" ")
+
+    def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
+        COMMANDS[name] = Slash(name, argument, told, run)
+        return run
+
+    return register
+
+
+def is_command(entry: str) -> bool:
+    """Whether an entry is a command, which begins with a single slash.
+
+    Pasted text of several lines is never a command. An entry that begins with // is a question that begins with /.
+    """
+    return entry.startswith("/") and not entry.startswith("//") and "\n" not in entry
+
+
+def as_question(entry: str) -> str:
+    """Return the question that an entry asks. A single line that begins with // loses its first slash.
+
+    The entry must not be a command.
+    """
+    return entry[1:] if entry.startswith("//") and "\n" not in entry else entry
+
+
+def run_command(session: Chat, entry: str) -> None:
+    """Run a slash command as it was typed.
+
+    Raises:
+        UsageError: there is no such command. The command itself may raise other errors.
+    """
+    name, _, argument = entry.removeprefix("/").partition(" ")
+    if name not in COMMANDS:
+        alike = DamerauLevenshtein.normalized_similarity
+        nearest = process.extractOne(name, list(COMMANDS), scorer=alike, score_cutoff=ALIKE)
+        meant = "/help lists them" if nearest is None else f"did you mean /{nearest[0]}?"
+        raise UsageError(
+            f"no command /{name}: {meant} (to ask a question that begins with /, type a second / before it)"
+        )
+    COMMANDS[name].run(session, argument.strip())
+
+
+def completions(line: str) -> list[str]:
+    """Return the commands that begin with `line`."""
+    return [f"/{name}" for name in COMMANDS if line.startswith("/") and f"/{name}".startswith(line)]
+
+
+KEYS = {
+    "// ...": "a question that begins with /",
+    "!multi": "begin a question of several lines; !end ends it (pasted lines are one question)",
+    "Ctrl-C": "stop an answer, or drop what is typed",
+    "Ctrl-D": "leave",
+}
+
+
+@slash("/help", "list these commands")
+def show_help(session: Chat, argument: str) -> None:
+    told = {one.usage: one.help for one in COMMANDS.values()} | KEYS
+    width = max(map(len, told)) + 2
+    for usage, meaning in told.items():
+        note(f"{usage:<{width}}{meaning}", quiet=False)
+
+
+@slash("/save NAME.skv", "save the document and the whole talk as a new index")
+def save(session: Chat, argument: str) -> None:
+    talk = session.talk
+    if not argument:
+        raise UsageError("/save: give the new index a name, such as /save talk.skv")
+    if not talk.turns:
+        raise UsageError("/save: nothing was asked yet, and the document is saved already; ask first")
+    folder = Path(os.path.expanduser(argument))
+    refuse_unsavable(talk.index.artifact, folder, session.dtype, "/save")
+    encoding = {"raw": talk.raw, "special_tokens": talk.special_tokens}
+    save_session(talk.index, folder, talk.turns, talk.config, **encoding, quiet=session.quiet)
+
+
+@slash("/method NAME", "answer with another method, at its own budget or that of /budget; alone: list them")
+def method(session: Chat, argument: str) -> None:
+    if argument:
+        config = session.choices.other_method(session.talk.config, argument)
+        own = ", its own budget" if session.choices.budget is None else ""
+        fixed = isinstance(config.attention, Dense) or config.attention.method.ignores_budget
+        session.switch(config, "" if fixed else f"{own}; /budget B changes that")
+        return
+    usable = choose_methods([], list(session.choices.artifact.manifest.methods))
+    note(f"{describe(session.talk.config)}; there are: {', '.join([*usable, DENSE])}", quiet=False)
+
+
+@slash("/budget B", "attend to another share (5%, 0.05) or number of the document's tokens")
+def budget(session: Chat, argument: str) -> None:
+    if argument:
+        session.switch(session.choices.other_budget(session.talk.config, argument))
+        session.choices.budget = session.talk.config.budget
+        note_small_budgets([session.talk.config.budget], quiet=session.quiet)
+        if told := idle_budget(session.talk.config.attention, f"/budget {argument}"):
+            note(told, quiet=session.quiet)
+    else:
+        note(describe(session.talk.config), quiet=False)
+
+
+@slash("/stats", "after each answer, print times and the share of keys and values read; again: print no more")
+def stats(session: Chat, argument: str) -> None:
+    if argument not in ("", "on", "off"):
+        raise UsageError(f"/stats {argument}: write /stats, /stats on or /stats off")
+    session.stats = argument == "on" if argument else not session.stats
+    note(f"stats are {'on' if session.stats else 'off'}", quiet=session.quiet)
+
+
+@slash("/forget", "drop the talk so far, and keep the document")
+def forget(session: Chat, argument: str) -> None:
+    turns = len(session.talk.turns)
+    session.talk.forget()
+    note(f"forgot {turns} question{'' if turns == 1 else 's'}", quiet=session.quiet)
+
+
+@slash("/quit", "leave")
+def leave(session: Chat, argument: str) -> None:
+    session.left = True
+
+
+@slash("/trace FILE.html", "ask the last question again, and write a page of what its answer attends to")
+def trace(session: Chat, argument: str) -> None:
+    """Trace the last question as `trace --truth` does, over a second cache of the document. The trace includes the
+    conversation before the question.
+
+    Raises:
+        UsageError: the page has no name, nothing was asked yet, or the errors of `refuse_unwritable`.
+    """
+    talk = session.talk
+    if not argument:
+        raise UsageError("/trace: give the page a name, such as /trace out.html")
+    if not talk.turns:
+        raise UsageError("/trace: nothing was asked yet; ask first")
+    output = Path(os.path.expanduser(argument))
+    refuse_unwritable(output, "/trace")
+    traced = TracedIndex(talk.index, replace(talk.config, placement="device"))
+    answer, document = traced.trace(talk.last_asked(), len(talk.turns[-1].answer), truth=True)
+    size = write({**document, "question": session.asked}, output)
+    if answer.ids != talk.turns[-1].answer:
+        note("asked again, the question got another answer", quiet=session.quiet)
+    note(f"{output}: {describe_size(document, size)}", quiet=session.quiet)

@@ -1,17 +1,72 @@
-"""Options with the same meaning in every command, and the panels of a command's help."""
+"""Options with the same meaning in every command, the panels of a command's help, and the index that a command opens.
 
+Values that no command can use are refused: text that is not UTF-8, NaN, infinities, numbers beyond int64, and several
+values for an option that takes one.
+"""
+
+import math
 import os
 import re
+import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, command, first_build_hint, no_folder, reason_of
+
+LARGEST = 2**63 - 1
+
+
+def refuse_repeated(command: Any, ctx: Any, args: list[str]) -> None:
+    """Raise UsageError for an option that takes one value and is given several times. Otherwise the last value would
+    win silently."""
+    _, _, in_order = command.make_parser(ctx).parse_args([*args])
+    options = Counter(one for one in in_order if one.param_type_name == "option")
+    for option, times in options.items():
+        single = not option.multiple and (option.secondary_opts or not option.is_flag)
+        if single and times > 1:
+            often = "twice" if times == 2 else f"{times} times"
+            raise UsageError(f"{_named(option)} is given {often} and takes one value; give it once")
+
+
+def _named(parameter: Any) -> str:
+    if parameter.param_type_name == "option":
+        return str(max(parameter.opts, key=len))
+    return str(parameter.metavar or parameter.name)
+
+
+def check_values(command: Any, ctx: Any) -> None:
+    """Raise UsageError if a parameter of a command has a value that no command can use."""
+    names = {one.name: _named(one) for one in command.params}
+    for name, value in ctx.params.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            check_value(names[name], one)
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raise UsageError for a value that no command can use. Paths are not checked, because a file name may contain
+    any bytes."""
+    if isinstance(value, str) and not _is_utf8(value):
+        raise UsageError(f"{name} {value} is not text in UTF-8; write it in UTF-8, or give a file that is")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{name} {value}: give a finite number")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise UsageError(f"{name} {value}: give a whole number from -{LARGEST} to {LARGEST}")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
 
 LOCAL, AUTO = "local", "auto"
 RayOption = Annotated[
@@ -316,3 +371,58 @@ class RunOptions:
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     quiet: QuietOption = False
+
+
+if TYPE_CHECKING:  # the module imports torch, which the help of `serve` does not need
+    from sparsekv.formats.index.reader import Artifact
+
+
+def open_artifact(given: Path | None, *, thorough: bool = False, called: str = "--index") -> "Artifact":
+    """Open the index that the user named, or the only `*.skv` of the current folder.
+
+    Args:
+        thorough: verify every file that is read, see `Artifact`.
+        called: the option or argument that names the index, for messages.
+
+    Raises:
+        UsageError: no index is named and the folder has none or several, or the named path is no folder or cannot be
+            looked up.
+        MissingIndexError: the named path does not exist, or is a folder without an index.
+        ArtifactError: the index is unfinished, damaged or newer than this version.
+    """
+    if given is not None:
+        _refuse_other_than_folder(given, called)
+        return _opened(given, thorough)
+    found = sorted(path for path in Path().glob("*.skv") if path.is_dir())
+    by_argument = called == "INDEX"
+    if not found:
+        how = "as an argument, such as `sparsekv serve manual.skv`" if by_argument else "with --index"
+        raise UsageError(f"no index in this folder: name one {how}, or {first_build_hint()}")
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        how = f"as an argument: {command('serve', found[0])}" if by_argument else "with --index or SPARSEKV_INDEX"
+        raise UsageError(f"several indices in this folder ({names}): name one {how}")
+    return _opened(found[0], thorough)
+
+
+def _opened(folder: Path, thorough: bool) -> "Artifact":
+    from sparsekv.formats.index.reader import Artifact
+    from sparsekv.runtime.decoding.kept import open_kept
+
+    kept = None if thorough else open_kept(folder)
+    return kept or Artifact(folder, thorough=thorough)
+
+
+def _refuse_other_than_folder(given: Path, called: str) -> None:
+    """Raise UsageError if the path is no folder or cannot be looked up.
+
+    A path that does not exist is accepted, because `Artifact` reports it.
+    """
+    try:
+        mode = os.stat(given).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{called} {given}: {reason_of(error)}; name the folder that build-index printed") from None
+    if not stat.S_ISDIR(mode):
+        raise UsageError(f"{called} {given} {no_folder(given)}")

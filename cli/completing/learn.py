@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sparsekv.cli.completing.known import KnownCommand, KnownOption
+from sparsekv.cli.completing.candidates import KnownCommand, KnownOption
 from sparsekv.cli.configuring.project_file import kinds_of
 from sparsekv.cli.configuring.sources import owners
 

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 from sparsekv.cli.common.commands import moved
-from sparsekv.cli.common.values import check_value
+from sparsekv.cli.common.options import check_value
 from sparsekv.formats.documents.document import decode_text
 from sparsekv.formats.errors import UsageError, reason_of, suggestion
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sparsekv.cli.common.options import ANY_METHOD, METHODS_OF, GroupedCommand
-from sparsekv.cli.common.values import check_values, refuse_repeated
+from sparsekv.cli.common.options import ANY_METHOD, METHODS_OF, GroupedCommand, check_values, refuse_repeated
 from sparsekv.cli.configuring.project_file import (
     SHARED,
     ProjectFile,

@@ -33,7 +33,7 @@ from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, indexers
-from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.indexing.prefill.prefills import prefills
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
 from sparsekv.runtime.decoding.choose_config import refuse_beside_dense, refuse_residual
 from sparsekv.runtime.evaluation.engine import first_dense

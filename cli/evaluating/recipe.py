@@ -20,7 +20,7 @@ from sparsekv.formats.index.schema import kv_dtype_named, weights_named
 from sparsekv.formats.models.load import identify
 from sparsekv.indexing.build import Builder
 from sparsekv.indexing.plan import BuildConfig
-from sparsekv.indexing.prefill.interface import Prefill, choose_prefill
+from sparsekv.indexing.prefill.prefills import Prefill, choose_prefill
 from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.answer import unused_settings
 from sparsekv.runtime.decoding.choose_config import question_prefill

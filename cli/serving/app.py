@@ -22,15 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.failures import describe
-from sparsekv.cli.serving import openapi
-from sparsekv.cli.serving.catalog import described, find, listed, unknown
+from sparsekv.cli.serving import requests
 from sparsekv.cli.serving.errors import NO_RETRY, ApiError, failure
 from sparsekv.cli.serving.forms import About, ChatForm, Form, TextForm, Whole, gauge_of
 from sparsekv.cli.serving.limits import Gate, read_body
 from sparsekv.cli.serving.metrics import Metrics
 from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest, IndexRequest, parsed
 from sparsekv.cli.serving.responses import Answers, Health, IndexClosed, ModelList, Sent, shut_down, while_connected
-from sparsekv.cli.serving.shelf import Served, Shelf
+from sparsekv.cli.serving.shelf import Served, Shelf, described, find, listed, unknown
 from sparsekv.formats.documents.prompt import may_reason
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.runtime.api import api_words
@@ -168,7 +167,9 @@ class Api:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, request: Request) -> Response:
-        return Response(json.dumps(openapi.description(with_key=bool(self.limits.keys))), media_type="application/json")
+        return Response(
+            json.dumps(requests.description(with_key=bool(self.limits.keys))), media_type="application/json"
+        )
 
     def error(self, error: Exception) -> ApiError:
         """Return the API's error for any exception. An unexpected exception is printed to stderr and not sent."""
@@ -326,7 +327,7 @@ class Told:
                     yield _event(sent.model_dump_json())
             for sent in self.form.closing(self._each):
                 yield _event(sent.model_dump_json())
-            yield _event(openapi.DONE)
+            yield _event(requests.DONE)
         except Exception as error:
             yield _event(self.api.error(error).json())
 

@@ -22,18 +22,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sparsekv.cli.answering.faster import take_faster_for_numbers
 from sparsekv.cli.answering.options import SamplingOptions, refuse_with_auto
 from sparsekv.cli.common.console import note, say
-from sparsekv.cli.common.index_option import open_artifact
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.method_options import note_small_budgets
+from sparsekv.cli.common.options import open_artifact
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.streams import flush_streams, outlive_reader
 from sparsekv.cli.serving.app import Api, Limits
-from sparsekv.cli.serving.catalog import config_of
 from sparsekv.cli.serving.limits import LOOPBACK, read_keys, refuse_no_origin
 from sparsekv.cli.serving.options import ServeOptions
 from sparsekv.cli.serving.shelf import (
     Served,
     Shelf,
+    config_of,
     folders_by_name,
     indices_in,
     note_broken,

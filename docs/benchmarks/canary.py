@@ -35,7 +35,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.canary import compare_canary, preflight, run_canary
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
-from sparsekv.indexing.prefill.interface import DensePrefill
+from sparsekv.indexing.prefill.prefills import DensePrefill
 from sparsekv.kernels.common.given_rows import RowPair
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime import api

@@ -24,8 +24,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from sparsekv.indexing.prefill.interface import SparsePrefill
-from sparsekv.indexing.prefill.quoka import QuokaPrefill, SampleAttentionPrefill
+from sparsekv.indexing.prefill.prefills import QuokaPrefill, SampleAttentionPrefill, SparsePrefill
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.benchmark.end_to_end import model_config, random_model

@@ -22,9 +22,8 @@ from sparsekv.formats.documents.continuation import (
 from sparsekv.formats.documents.document import Document
 from sparsekv.formats.documents.files import SourceTexts
 from sparsekv.formats.documents.plain_text import EncodedText, Trusted, added_ends, encode_text, untrimmed
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, first_line
 from sparsekv.formats.index.schema import Border, ChatFrame, SourceFile
-from sparsekv.formats.models.converted import first_line
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
 _LEADING = 4096

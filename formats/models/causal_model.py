@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.device import device_reader, map_pages, run_beside
-from sparsekv.formats.errors import SparsekvError, reason_of
-from sparsekv.formats.models.converted import first_line
+from sparsekv.formats.errors import SparsekvError, first_line, reason_of
 
 INDEX = "model.safetensors.index.json"
 

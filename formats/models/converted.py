@@ -122,10 +122,3 @@ def silent_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's message, cut to 200 characters; without one, the error's class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sparsekv.formats.checksums import hash_file
-from sparsekv.formats.errors import SparsekvError, UsageError, suggestion
+from sparsekv.formats.errors import SparsekvError, UsageError, first_line, suggestion
 from sparsekv.formats.index.folder import sync_path
-from sparsekv.formats.models.converted import clear, damaged_files, first_line, note_times, seal, whole_folder
+from sparsekv.formats.models.converted import clear, damaged_files, note_times, seal, whole_folder
 from sparsekv.formats.user.cache import cache_root, keep_named, named_models
 
 EMBEDDED = "smollm2-135m-instruct"

@@ -25,9 +25,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsekv.formats.checksums import hash_file, hash_json
-from sparsekv.formats.errors import SparsekvError, UsageError, reason_of
+from sparsekv.formats.errors import SparsekvError, UsageError, first_line, reason_of
 from sparsekv.formats.index.folder import sync_path
-from sparsekv.formats.models.converted import clear, first_line, seal, silent_transformers, whole_folder
+from sparsekv.formats.models.converted import clear, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
 FORM = 3

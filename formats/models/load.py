@@ -12,10 +12,10 @@ import torch
 
 from sparsekv.formats.checksums import hash_file, hash_json
 from sparsekv.formats.device import choose_device
-from sparsekv.formats.errors import UsageError, check_choice
+from sparsekv.formats.errors import UsageError, check_choice, first_line
 from sparsekv.formats.index.identity import fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity, Weights
-from sparsekv.formats.models.converted import damaged_files, first_line, silent_transformers
+from sparsekv.formats.models.converted import damaged_files, silent_transformers
 from sparsekv.formats.models.find import (
     EMBEDDED,
     Progress,

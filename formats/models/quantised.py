@@ -13,10 +13,9 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel, __version__
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import SparsekvError, UsageError, first_line
 from sparsekv.formats.index.identity import fingerprint_weights
 from sparsekv.formats.models.causal_model import weight_files
-from sparsekv.formats.models.converted import first_line
 
 OTHER = "choose another model or --device"
 ADAPTER = "adapter_model.safetensors"

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
+from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError, first_line
 from sparsekv.formats.index.manifest import (
     COARSEST,
     PROBE_TOLERANCE,
@@ -25,11 +25,10 @@ from sparsekv.formats.index.manifest import (
     top_logits,
 )
 from sparsekv.formats.index.schema import CanaryToken, KVDtype, Manifest, Probe
-from sparsekv.formats.models.converted import first_line
 from sparsekv.formats.models.quantised import checkpoint_of
 from sparsekv.formats.models.rope import rope_depends_on_length
 from sparsekv.indexing.capture.capture import Capture, ContextLayer, capture
-from sparsekv.indexing.prefill.interface import DensePrefill
+from sparsekv.indexing.prefill.prefills import DensePrefill
 from sparsekv.kernels.common.given_rows import (
     CalledCache,
     RowPair,

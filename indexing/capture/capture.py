@@ -10,7 +10,7 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.context_rows import Pair, context_rows, first_tokens, joined, quantise
 from sparsekv.formats.index.schema import KVDtype, KVStorage, LayerFacts
 from sparsekv.formats.models.rope import rope_depends_on_length
-from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
+from sparsekv.indexing.prefill.prefills import DensePrefill, Prefill
 from sparsekv.kernels.common.given_rows import RowLayer, tokens_at, with_cache
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError

@@ -17,9 +17,8 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.attention.sparse_layer import packed_layer
 from sparsekv.runtime.benchmark.clock import Timing, clock_for
-from sparsekv.runtime.benchmark.dense_forms import DenseForm, dense_forms
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, place_rows, sparse_layer
-from sparsekv.runtime.benchmark.layer_timer import OWN, RefusedError, refuse_unshared
+from sparsekv.runtime.benchmark.layer_timer import OWN, DenseForm, RefusedError, dense_forms, refuse_unshared
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer, PackedStep, Piece

@@ -27,12 +27,17 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
-from sparsekv.runtime.vllm.answers import Answers
-from sparsekv.runtime.vllm.budgets import DecodeSetting, refuse_unknown
-from sparsekv.runtime.vllm.decoding import Decode, DecodeSteps, IndexLayers, SparseAttention
+from sparsekv.runtime.vllm.answers import Answers, PrefixTable
+from sparsekv.runtime.vllm.decoding import (
+    Decode,
+    DecodeSetting,
+    DecodeSteps,
+    IndexLayers,
+    SparseAttention,
+    refuse_unknown,
+)
 from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance, share_of
 from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
-from sparsekv.runtime.vllm.prefixes import PrefixTable
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

@@ -14,7 +14,7 @@ from support.command import fails, run_here
 from sparsekv.cli.common.commands import COMMANDS
 from sparsekv.cli.configuring.sources import leaf_commands, owners
 from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.indexing.prefill.prefills import prefills
 from sparsekv.runtime.selection.interface import methods
 
 ALWAYS = {

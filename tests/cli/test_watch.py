@@ -15,7 +15,7 @@ from support.command import fails, start
 from support.forked import Run
 
 from sparsekv.cli.building.recipe import Target
-from sparsekv.cli.building.watch import _Changes
+from sparsekv.cli.building.several import _Changes
 from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.index.manifest import read_manifest
 

@@ -10,8 +10,13 @@ from support.prefill_perplexity import prefill_perplexity
 from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel
-from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill, SampleAttentionPrefill
+from sparsekv.indexing.prefill.prefills import (
+    DensePrefill,
+    KeyDiffPrefill,
+    Prefill,
+    QuokaPrefill,
+    SampleAttentionPrefill,
+)
 
 
 def test_a_document_is_prefilled_sparsely_asked_and_reported_so(

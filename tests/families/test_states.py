@@ -28,7 +28,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.canary import preflight
 from sparsekv.indexing.convert import convert_index
 from sparsekv.indexing.plan import BuildPlan, plan_memory
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.indexing.prefill.prefills import QuokaPrefill
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.engine import Request, generate, prefill_question

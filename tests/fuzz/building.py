@@ -16,7 +16,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.convert import convert_index
 from sparsekv.indexing.indexers.interface import indexer_of, indexers
 from sparsekv.indexing.plan import BuildPlan, stored_checkpoints
-from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.indexing.prefill.prefills import prefills
 from sparsekv.runtime.decoding.open import OpenIndex
 
 from .case import from_options

@@ -10,7 +10,7 @@ from support.tiny_models import END, PAD, UNUSED
 from sparsekv.formats.documents.document import UTF_8
 from sparsekv.formats.index.schema import Weights
 from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.indexing.prefill.prefills import prefills
 from sparsekv.runtime.selection.interface import Budget, methods
 from sparsekv.runtime.selection.registry import unread
 

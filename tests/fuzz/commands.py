@@ -113,7 +113,7 @@ def command(world: World, index: OpenIndex) -> None:
         return
     case = world.case
     name, options = case.indexers[0]
-    from sparsekv.indexing.prefill.interface import prefills
+    from sparsekv.indexing.prefill.prefills import prefills
 
     build = ["build-index", "doc.txt", "-o", "cli.skv", "--model", "model", "-q", "--device", world.device]
     build += ["--sinks", str(case.sinks), "--tail", str(case.tail), "--chunk-size", str(case.chunk_size)]

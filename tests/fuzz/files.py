@@ -10,7 +10,7 @@ from support.command import run_here
 
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import FILE_ORDERS, SourceFile
-from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.indexing.prefill.prefills import prefills
 from sparsekv.runtime.decoding.open import OpenIndex
 
 from .building import same_as_fresh

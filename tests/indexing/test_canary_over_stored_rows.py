@@ -32,7 +32,7 @@ from sparsekv.formats.models.load import identify
 from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.prefill.quoka import KeyDiffPrefill
+from sparsekv.indexing.prefill.prefills import KeyDiffPrefill
 
 STORED: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -3,8 +3,7 @@
 import torch
 
 from sparsekv.indexing.plan import choose_chunk_size
-from sparsekv.indexing.prefill.interface import DensePrefill
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.indexing.prefill.prefills import DensePrefill, QuokaPrefill
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -22,7 +22,7 @@ from sparsekv.formats.index.manifest import JOURNAL
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.plan import BuildPlan, Progress
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.indexing.prefill.prefills import QuokaPrefill
 
 CHUNK, TOKENS = 64, 300
 METHODS = {name: INDEXERS[name] for name in ("multipole", "codes")}

@@ -24,8 +24,7 @@ from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.layer_work import LayerWork
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill
+from sparsekv.indexing.prefill.prefills import DensePrefill, KeyDiffPrefill, Prefill, QuokaPrefill
 
 PREFILLS: dict[str, Prefill] = {
     "dense": DensePrefill(),

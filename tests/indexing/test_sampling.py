@@ -28,8 +28,7 @@ from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
-from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.indexing.prefill.prefills import DensePrefill, Prefill, QuokaPrefill
 from sparsekv.indexing.sampling import sample_positions
 
 IDS = torch.randint(VOCABULARY, (150,), generator=torch.Generator().manual_seed(0))

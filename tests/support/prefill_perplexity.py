@@ -8,7 +8,7 @@ from transformers import Cache, PreTrainedModel
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.capture.capture import ContextLayer
-from sparsekv.indexing.prefill.interface import Prefill
+from sparsekv.indexing.prefill.prefills import Prefill
 from sparsekv.kernels.common.hook import route_attention
 
 

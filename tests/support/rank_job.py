@@ -17,7 +17,7 @@ import torch
 
 from sparsekv.cli.building.recipe import BuildRecipe, Target, index_by_ranks
 from sparsekv.cli.common.loading import load_for
-from sparsekv.cli.distributed.join import join_ranks
+from sparsekv.cli.distributed.launch import join_ranks
 from sparsekv.formats.distributed.group import Ranks
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO, kv_dtype_named

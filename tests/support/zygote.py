@@ -45,7 +45,7 @@ IMPORTS = (
     transformers.models.llama.modeling_llama.__name__,
 )
 """Modules that commands import besides their own, whatever packages are installed. None of them starts a thread."""
-LATE = ("cli.answering.output", "cli.app", "cli.building.several", "cli.building.watch")
+LATE = ("cli.answering.output", "cli.app", "cli.building.several")
 """Modules of `sparsekv` that commands import besides their own, and that may look for installed packages."""
 COMPILED = ("sparsekv.kernels.attention.cluster_step_numba", "sparsekv.kernels.attention.code_step_numba")
 """Modules that numba's extra brings."""

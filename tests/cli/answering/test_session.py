@@ -11,8 +11,7 @@ from sparsekv.cli.answering.session import save_session
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import identify
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.prefill.interface import DensePrefill, Prefill
-from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill
+from sparsekv.indexing.prefill.prefills import DensePrefill, KeyDiffPrefill, Prefill, QuokaPrefill
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.open import OpenIndex, open_index

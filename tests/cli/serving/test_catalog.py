@@ -6,8 +6,7 @@ import pytest
 from support.configs import sparse
 from support.small_index import INDEXERS, build_small
 
-from sparsekv.cli.serving.catalog import config_of
-from sparsekv.cli.serving.shelf import Served
+from sparsekv.cli.serving.shelf import Served, config_of
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.methods.multipole import Multipole

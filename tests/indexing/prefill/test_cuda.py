@@ -6,7 +6,7 @@ from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
 
 from sparsekv.formats.index.schema import LayerFacts
-from sparsekv.indexing.prefill.quoka import QuokaPrefill
+from sparsekv.indexing.prefill.prefills import QuokaPrefill
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 

@@ -20,15 +20,17 @@ from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.capture.capture import Capture, capture
-from sparsekv.indexing.prefill.interface import (
+from sparsekv.indexing.prefill.prefills import (
     DensePrefill,
+    KeyDiffPrefill,
     Prefill,
+    QuokaPrefill,
+    SampleAttentionPrefill,
     SparsePrefill,
     choose_prefill,
     prefill_name,
     prefills,
 )
-from sparsekv.indexing.prefill.quoka import KeyDiffPrefill, QuokaPrefill, SampleAttentionPrefill
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 

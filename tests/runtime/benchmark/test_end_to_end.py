@@ -11,9 +11,9 @@ from support.reference import assert_close
 from support.tiny_models import FAMILIES
 from transformers import PreTrainedModel
 
-from sparsekv.runtime.benchmark.dense_forms import dense_forms
 from sparsekv.runtime.benchmark.end_to_end import DenseFormLayer, TimedSteps, make_queries_alike, packed_cache
 from sparsekv.runtime.benchmark.layer import LayerData, Shape, mixture, place_rows, sparse_layer
+from sparsekv.runtime.benchmark.layer_timer import dense_forms
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.stored_layer import DenseLayer, StoredLayer
 from sparsekv.runtime.methods.quest import Quest

@@ -9,7 +9,6 @@ from support.reference import assert_close, reference_attention
 from sparsekv.cli.benchmarking.output import MixtureIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.benchmark.clock import CudaClock, WallClock
-from sparsekv.runtime.benchmark.dense_forms import dense_forms
 from sparsekv.runtime.benchmark.layer import (
     SINKS,
     TAIL,
@@ -20,7 +19,7 @@ from sparsekv.runtime.benchmark.layer import (
     mixture,
     relative_error,
 )
-from sparsekv.runtime.benchmark.layer_timer import OWN, Bench, RefusedError, StepTiming
+from sparsekv.runtime.benchmark.layer_timer import OWN, Bench, RefusedError, StepTiming, dense_forms
 from sparsekv.runtime.benchmark.sources import index_mixture
 from sparsekv.runtime.cache.stored_layer import DenseLayer
 from sparsekv.runtime.methods.oracle import Oracle

@@ -14,7 +14,7 @@ from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import Builder
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildConfig
-from sparsekv.indexing.prefill.interface import prefills
+from sparsekv.indexing.prefill.prefills import prefills
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.decoding.answer import Sampling
 from sparsekv.runtime.decoding.engine import generate

@@ -2,8 +2,7 @@
 
 import pytest
 
-from sparsekv.runtime.evaluation.metrics import METRICS, normalise
-from sparsekv.runtime.evaluation.tasks import Question
+from sparsekv.runtime.evaluation.tasks import METRICS, Question, normalise
 
 
 def _score(metric: str, answer: str, *expected: str, classes: tuple[str, ...] = ()) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.selection.interface import Budget
-from sparsekv.runtime.vllm.budgets import DecodeSetting, budget_of, refuse_unknown
+from sparsekv.runtime.vllm.decoding import DecodeSetting, budget_of, refuse_unknown
 
 CODES = DecodeSetting("codes", Budget(0.05))
 
