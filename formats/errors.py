@@ -18,6 +18,7 @@ NEAR = 70.0
 """The lowest similarity (0 to 100) at which a name is suggested: one or two letters of a word differ."""
 LEAVE_OUT = "leave the option out, or give --model the index's own model if the index was built with this option"
 """Remedy if a model does not support a build option. The option may come from the command line or from the index."""
+REBUILD = "build the index again from its document, with --force"
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:

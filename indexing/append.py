@@ -20,10 +20,9 @@ from sparsekv.formats.checksums import hash_bytes
 from sparsekv.formats.documents.continuation import BETWEEN, encode_more
 from sparsekv.formats.documents.plain_text import has_control_tokens
 from sparsekv.formats.documents.prompt import FixedPrompt
-from sparsekv.formats.errors import ArtifactError, UsageError, reason_of
+from sparsekv.formats.errors import REBUILD, ArtifactError, UsageError, reason_of
 from sparsekv.formats.index.folder import Folder, mark, sync_path
 from sparsekv.formats.index.layout import check_values
-from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import MANIFEST, AdditionRecord, Border, ChatFrame, Manifest, given_parameters
 from sparsekv.formats.index.writer import ArtifactWriter

@@ -28,7 +28,7 @@ from sparsekv.formats.index.schema import (
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.formats.registry import told_of
-from sparsekv.indexing.capture.team import Alone, Team
+from sparsekv.indexing.capture.team import Alone, LayerMaker, LayerWork, Team, ahead_on, lend, make_layers
 from sparsekv.indexing.context_files import ContextFacts, listed
 from sparsekv.indexing.context_stage import build_context
 from sparsekv.indexing.existing_index import (
@@ -39,7 +39,6 @@ from sparsekv.indexing.existing_index import (
     with_lost_methods,
 )
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, Tensors
-from sparsekv.indexing.indexers.layer_work import LayerMaker, LayerWork, ahead_on, lend, make_layers
 from sparsekv.indexing.plan import Build, BuildConfig, BuildPlan, Growth, Progress, birth, choose_chunk_size
 from sparsekv.indexing.prefill.prefills import Prefill
 from sparsekv.indexing.reuse import plan_reuse

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.errors import SparsekvError
+from sparsekv.formats.errors import REBUILD, SparsekvError
 from sparsekv.formats.index.context_rows import Pair, context_rows
 from sparsekv.formats.index.context_rows import row_bytes as int8_row_bytes
 from sparsekv.formats.index.kept_prefill import PrefillNote
-from sparsekv.formats.index.manifest import REBUILD, difference
+from sparsekv.formats.index.manifest import difference
 from sparsekv.formats.index.schema import TOKENS, CanaryToken, LayerFacts, Probe, layer_file, state_file
 from sparsekv.indexing.capture.canary import (
     RUN,
@@ -45,8 +45,7 @@ from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles
 from sparsekv.indexing.plan import PREFILL, Build, EarlierIndex, tell_memory
-from sparsekv.indexing.reuse import ReusePlan, reused_rows, shared_tokens
-from sparsekv.indexing.sampling import prefix_queries, write_sample
+from sparsekv.indexing.reuse import ReusePlan, prefix_queries, reused_rows, shared_tokens, write_sample
 from sparsekv.kernels.common.given_rows import keys_of_one_token
 from sparsekv.kernels.common.states import State
 

@@ -14,7 +14,7 @@ from sparsekv.indexing.append import cannot_write, partial_folder, stored_indexe
 from sparsekv.indexing.build import MethodStage
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles, context_recipe, state_recipe
 from sparsekv.indexing.plan import Progress, birth
-from sparsekv.indexing.sampling import sample_recipe, write_sample
+from sparsekv.indexing.reuse import sample_recipe, write_sample
 
 
 def convert_index(

@@ -8,15 +8,13 @@ import torch
 
 from sparsekv.formats.checksums import chained_block_hashes, common_prefix_tokens
 from sparsekv.formats.documents.file_order import told_changes
-from sparsekv.formats.errors import ArtifactError, UsageError, add_methods_hint
-from sparsekv.formats.index.manifest import REBUILD
+from sparsekv.formats.errors import REBUILD, ArtifactError, UsageError, add_methods_hint
 from sparsekv.formats.index.schema import AUTO, TOKENS, KVDtype, Manifest, MethodRecord, PrefillRecord, Split
 from sparsekv.formats.index.writer import ArtifactWriter
 from sparsekv.indexing.indexers.interface import indexer_of, indexers
 from sparsekv.indexing.plan import Build
 from sparsekv.indexing.prefill.prefills import prefill_name
-from sparsekv.indexing.reuse import ReusePlan, shared_tokens
-from sparsekv.indexing.sampling import sample_size
+from sparsekv.indexing.reuse import ReusePlan, sample_size, shared_tokens
 
 RUN = 16
 """Number of tokens of a passage by which texts are compared. It is so large that texts on one subject have few passages

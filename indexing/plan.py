@@ -34,10 +34,9 @@ from sparsekv.formats.index.schema import (
 from sparsekv.formats.index.writer import HELD_BYTES, ArtifactWriter
 from sparsekv.formats.models.load import ENCODER_DECODER, LoadedModel, has_encoder
 from sparsekv.formats.models.rope import positions_of, rope_depends_on_length, stretch_for
-from sparsekv.indexing.capture.team import Team
+from sparsekv.indexing.capture.team import AHEAD, Team
 from sparsekv.indexing.context_files import context_recipe, state_recipe
 from sparsekv.indexing.indexers.interface import Indexer
-from sparsekv.indexing.indexers.layer_work import AHEAD
 from sparsekv.indexing.prefill.prefills import DensePrefill, Prefill, prefill_name
 from sparsekv.kernels.common.states import ATTENDING, BOTH, KEEPING, NEITHER, LayerKinds, layer_kinds
 

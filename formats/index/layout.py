@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.errors import REBUILD, ArtifactError
 from sparsekv.formats.index import context_rows
 from sparsekv.formats.index.context_rows import CENTROID_NAMES, bounds, numbers_of
 from sparsekv.formats.index.growing_file import STORED_DTYPES, tensor_records
-from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import (
     MOST_AXES,
     TOKENS,

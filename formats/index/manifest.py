@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sparsekv.formats.checksums import hash_json
 from sparsekv.formats.errors import (
+    REBUILD,
     ArtifactError,
     MissingIndexError,
     build_hint,
@@ -193,7 +194,6 @@ class KeptJournal(Journal):
 
 
 MOST_BYTES = 256 << 20
-REBUILD = "build the index again from its document, with --force"
 REPAIR = "build the index again from its document, which writes anew what is missing or damaged"
 REPAIR_APPENDED = "build the index again from its document, with --force, and append again what was appended"
 

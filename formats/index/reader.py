@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.device import device_reader
-from sparsekv.formats.errors import ArtifactError, UsageError, add_methods_hint, reason_of
+from sparsekv.formats.errors import REBUILD, ArtifactError, UsageError, add_methods_hint, reason_of
 from sparsekv.formats.index.context_rows import ContextRows, Pair, bounds, context_rows
 from sparsekv.formats.index.folder import Folder, SharedFile
 from sparsekv.formats.index.layout import check_layout, first_axis, not_finite
-from sparsekv.formats.index.manifest import REBUILD, REPAIR, REPAIR_APPENDED, manifest_data, open_folder, parse_manifest
+from sparsekv.formats.index.manifest import REPAIR, REPAIR_APPENDED, manifest_data, open_folder, parse_manifest
 from sparsekv.formats.index.schema import STATES, TOKENS, FileRecord, Manifest, layer_file, state_file, state_tokens
 
 ATTEMPTS = 100

@@ -12,11 +12,10 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError, first_line
+from sparsekv.formats.errors import REBUILD, ArtifactError, IdentityError, SparsekvError, first_line
 from sparsekv.formats.index.manifest import (
     COARSEST,
     PROBE_TOLERANCE,
-    REBUILD,
     ROW_TOLERANCE,
     STORING_TOLERANCE,
     difference,

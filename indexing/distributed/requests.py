@@ -28,6 +28,7 @@ from sparsekv.indexing.capture.capture import Capture, CapturedLayer, CapturedQu
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import (
     Captured,
+    LayerWork,
     MeasureRotations,
     ModelRun,
     RunCanary,
@@ -35,9 +36,10 @@ from sparsekv.indexing.capture.team import (
     SharedRows,
     Team,
     TryModel,
+    make_layers,
+    make_layers_from,
 )
 from sparsekv.indexing.indexers.interface import Tensors
-from sparsekv.indexing.indexers.layer_work import LayerWork, make_layers, make_layers_from
 from sparsekv.kernels.common.states import State
 
 _LAYER, _SUM = 8, 32  # bytes of a message

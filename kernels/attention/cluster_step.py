@@ -14,10 +14,9 @@ import torch
 from torch.nn.functional import pad
 
 from sparsekv.kernels.attention.attention import attend_once
-from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import CountedClusters, best_clusters
 from sparsekv.kernels.codes.code_ranks import CENTROIDS
-from sparsekv.kernels.common.rows import expand_full_runs
+from sparsekv.kernels.common.rows import ScoredCentroids, expand_full_runs
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, exact_logsumexp
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 

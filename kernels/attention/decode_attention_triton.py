@@ -15,7 +15,6 @@ import triton.language as tl
 from torch.nn.functional import pad
 
 from sparsekv.kernels.attention import running_softmax_triton as softmax
-from sparsekv.kernels.attention.types import ScoredCentroids, one_level
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import (
     aligned,
@@ -27,6 +26,7 @@ from sparsekv.kernels.common.launch import (
     side_by_side,
     tile_rows,
 )
+from sparsekv.kernels.common.rows import ScoredCentroids, one_level
 from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import LOG2_E, from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
 

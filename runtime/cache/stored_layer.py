@@ -12,10 +12,9 @@ import torch
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.kernels.attention.attention import Segment, attend, attend_once, causal_mask, of_last
 from sparsekv.kernels.attention.decode_attention import decode_attention, shared_decode
-from sparsekv.kernels.attention.types import RunRows
 from sparsekv.kernels.common.given_rows import RowLayer
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.kernels.common.rows import store_new_row
+from sparsekv.kernels.common.rows import RunRows, store_new_row
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import placed, side_by_side, units_of
 

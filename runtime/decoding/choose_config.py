@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from sparsekv.formats.documents.document_hints import tune_hint
-from sparsekv.formats.errors import ArtifactError, UsageError, add_methods_hint
-from sparsekv.formats.index.manifest import REBUILD
+from sparsekv.formats.errors import REBUILD, ArtifactError, UsageError, add_methods_hint
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import Defaults, given_parameters, layer_file
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill

@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
-from sparsekv.formats.errors import ArtifactError, IdentityError, SparsekvError
+from sparsekv.formats.errors import REBUILD, ArtifactError, IdentityError, SparsekvError
 from sparsekv.formats.index.context_rows import Int8Stored, row_bytes
 from sparsekv.formats.index.identity import check_model, check_tokenizer
-from sparsekv.formats.index.manifest import REBUILD, ROW_TOLERANCE, difference, is_over_exact, probe_tolerance
+from sparsekv.formats.index.manifest import ROW_TOLERANCE, difference, is_over_exact, probe_tolerance
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, TokenizerIdentity, state_file
 from sparsekv.formats.models.load import LoadedModel

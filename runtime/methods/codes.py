@@ -19,7 +19,6 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes
-from sparsekv.kernels.attention.types import ScoredCentroids, TakenRows
 from sparsekv.kernels.codes.code_ranks import (
     CENTROIDS,
     IN_WORD,
@@ -35,7 +34,7 @@ from sparsekv.kernels.codes.code_ranks import (
     spans_of,
 )
 from sparsekv.kernels.common.launch import power_of_two
-from sparsekv.kernels.common.rows import expand_runs, fill_budget
+from sparsekv.kernels.common.rows import ScoredCentroids, TakenRows, expand_runs, fill_budget
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, KeyGroups, rank_rows, top_ranked
 from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softcapped
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters

@@ -16,8 +16,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
 from sparsekv.formats.registry import Registry
-from sparsekv.kernels.attention.types import ScoredCentroids
-from sparsekv.kernels.common.rows import Int8Kernel, expand_full_runs, expand_runs
+from sparsekv.kernels.common.rows import Int8Kernel, ScoredCentroids, expand_full_runs, expand_runs
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
 from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError
+from sparsekv.formats.errors import REBUILD, ArtifactError
 from sparsekv.formats.index.identity import check_model, check_tokenizer, identify_model
-from sparsekv.formats.index.manifest import COARSEST, PROBE_TOLERANCE, REBUILD, ROW_TOLERANCE, probe_tolerance
+from sparsekv.formats.index.manifest import COARSEST, PROBE_TOLERANCE, ROW_TOLERANCE, probe_tolerance
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity
 from sparsekv.formats.models.load import identify, load_description, load_model, tokenizer_identity

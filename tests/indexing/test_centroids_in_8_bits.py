@@ -14,7 +14,7 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Manifest
 from sparsekv.indexing.append import encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.layer_work import LayerWork
+from sparsekv.indexing.capture.team import LayerWork
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.selection.interface import Budget

@@ -22,7 +22,7 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Manifest, layer_file
 from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.indexers.layer_work import LayerWork
+from sparsekv.indexing.capture.team import LayerWork
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.prefills import DensePrefill, KeyDiffPrefill, Prefill, QuokaPrefill
 

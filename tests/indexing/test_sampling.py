@@ -29,7 +29,7 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.indexing.prefill.prefills import DensePrefill, Prefill, QuokaPrefill
-from sparsekv.indexing.sampling import sample_positions
+from sparsekv.indexing.reuse import sample_positions
 
 IDS = torch.randint(VOCABULARY, (150,), generator=torch.Generator().manual_seed(0))
 TABLES = CSAttentionIndexer(subspace_size=8, centroids=4, iterations=2, query_sample=100)

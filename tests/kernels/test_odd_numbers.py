@@ -12,7 +12,6 @@ from support.small_tables import SMALL, layer_input, tabled_layer
 from sparsekv.kernels.attention.chunk_rows_triton import chunk_rows_triton
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import (
     Children,
     ClusterChoice,
@@ -25,6 +24,7 @@ from sparsekv.kernels.clusters.cluster_choice_triton import (
     choose_listed_triton,
     open_clusters_triton,
 )
+from sparsekv.kernels.common.rows import RunRows, ScoredCentroids
 from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means
 from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means_triton
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, rank_rows, rank_tokens, top_ranked

@@ -4,8 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from sparsekv.kernels.attention.types import RunRows, ScoredCentroids
-from sparsekv.kernels.common.rows import fill_budget
+from sparsekv.kernels.common.rows import RunRows, ScoredCentroids, fill_budget
 from support.kernel_runs import uneven_counts
 from support.random_tensors import normal
 

@@ -8,7 +8,7 @@ from typing import Any
 from sparsekv.formats.index import growing_file
 from sparsekv.formats.index.reader import WholeFile
 from sparsekv.formats.index.writer import PartWriter
-from sparsekv.indexing.indexers.layer_work import LayerWork
+from sparsekv.indexing.capture.team import LayerWork
 
 
 @dataclass

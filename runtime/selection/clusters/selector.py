@@ -9,9 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.formats.errors import ArtifactError, UsageError, check_choice
+from sparsekv.formats.errors import REBUILD, ArtifactError, UsageError, check_choice
 from sparsekv.formats.index.context_rows import Pair
-from sparsekv.formats.index.manifest import REBUILD
 from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.cluster_choice import (

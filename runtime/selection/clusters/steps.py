@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from sparsekv.formats.index.schema import LayerFacts
-from sparsekv.kernels.attention.types import ScoredCentroids
 from sparsekv.kernels.clusters.cluster_choice import (
     Children,
     ClusterChoice,
@@ -22,7 +21,7 @@ from sparsekv.kernels.clusters.cluster_choice import (
     choose_together,
     open_clusters,
 )
-from sparsekv.kernels.common.rows import Int8Kernel, rotate
+from sparsekv.kernels.common.rows import Int8Kernel, ScoredCentroids, rotate
 from sparsekv.runtime.selection.interface import (
     CentroidSegment,
     Cost,

@@ -13,7 +13,7 @@ from sparsekv.formats.index.reader import Artifact
 
 SUM = "sparsekv.formats.index.reader:WholeFile.sha256"
 OWN_SUM = "sparsekv.formats.index.growing_file:hash_descriptor"
-LAYER = "sparsekv.indexing.indexers.layer_work:LayerWork.build"
+LAYER = "sparsekv.indexing.capture.team:LayerWork.build"
 MOMENTS = {
     "the-first-sums": (0, OWN_SUM),
     "the-first-is-told-a-sum": (0, "sparsekv.formats.distributed.group:Channel.receive"),

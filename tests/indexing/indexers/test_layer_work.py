@@ -6,7 +6,7 @@ import torch
 from support.random_tensors import normal
 
 from sparsekv.formats.index.schema import LayerFacts, Split
-from sparsekv.indexing.indexers.layer_work import ALIGNMENT, LayerWork
+from sparsekv.indexing.capture.team import ALIGNMENT, LayerWork
 from sparsekv.indexing.methods.codes import CodesIndexer
 
 SPLIT = Split(sinks=10, middle=97, tail=128)
