@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparsekv.cli.chatting.lines import MOST_ENTRIES, History
+from sparsekv.cli.chatting.loop import MOST_ENTRIES, History
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
