@@ -20,8 +20,7 @@ from sparsekv.cli.common.options import (
     open_artifact,
 )
 from sparsekv.cli.common.process import refuse_little_room
-from sparsekv.cli.configuring.idle import note_idle_encoding
-from sparsekv.cli.configuring.sources import Command
+from sparsekv.cli.configuring.sources import Command, note_idle_encoding
 from sparsekv.formats.documents.document import UTF_8, open_document
 from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.documents.extracted import told_blank_pages

@@ -30,8 +30,7 @@ from sparsekv.cli.common.options import (
     names_of,
 )
 from sparsekv.cli.common.process import refuse_little_room
-from sparsekv.cli.configuring.idle import note_idle_encoding
-from sparsekv.cli.configuring.sources import Command, on_command_line
+from sparsekv.cli.configuring.sources import Command, note_idle_encoding, on_command_line
 from sparsekv.cli.distributed.launch import join_ranks, refuse_with_ranks
 from sparsekv.formats.documents.document import UTF_8, check_encoding
 from sparsekv.formats.errors import UsageError

@@ -33,14 +33,7 @@ from sparsekv.indexing.capture.canary import (
     run_over_rows,
 )
 from sparsekv.indexing.capture.canary import TOKENS as FIRST_TOKENS
-from sparsekv.indexing.capture.capture import (
-    BegunPrefill,
-    RowsDone,
-    TakenOver,
-    capture,
-    is_finite,
-    rows_as_stored,
-)
+from sparsekv.indexing.capture.capture import BegunPrefill, RowsDone, TakenOver, capture, is_finite, rows_as_stored
 from sparsekv.indexing.capture.rotation import measure_rotations
 from sparsekv.indexing.capture.team import Captured, MeasureRotations, RunCanary, RunPrompt, SharedRows, TryModel
 from sparsekv.indexing.context_files import ContextFacts, ContextFiles

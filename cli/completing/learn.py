@@ -11,12 +11,11 @@ from sparsekv.cli.configuring.sources import owners
 _LITERAL = re.compile(r"[a-z0-9][\w.:-]*")
 
 
-def learn(command: Any, ctx: Any, help_text: str = "") -> KnownCommand:
+def learn(command: Any, ctx: Any) -> KnownCommand:
     """Return the description of a command for completion, with all its subcommands.
 
     Args:
         ctx: the context of the command's parent; for the top command, its own context.
-        help_text: one line that replaces the command's help.
     """
     kinds = {} if hasattr(command, "list_commands") else kinds_of(command)
     found = [(one, kinds.get(one.name)) for one in command.get_params(ctx)]
@@ -24,7 +23,7 @@ def learn(command: Any, ctx: Any, help_text: str = "") -> KnownCommand:
     arguments = [_known([], one, kind, ctx) for one, kind in found if one.param_type_name == "argument"]
     names = command.list_commands(ctx) if hasattr(command, "list_commands") else []
     below = {name: learn(command.get_command(ctx, name), ctx) for name in names}
-    return KnownCommand(help_text or _first_sentence(command.help or ""), options, arguments, below)
+    return KnownCommand(_first_sentence(command.help or ""), options, arguments, below)
 
 
 def _options(option: Any, kind: Any, ctx: Any) -> list[KnownOption]:

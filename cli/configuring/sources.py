@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from sparsekv.cli.configuring.project_file import (
     project_file,
     variable,
 )
+from sparsekv.formats.documents.extracted import DOCX, PDF, kind_of
 from sparsekv.formats.errors import UsageError
 
 EITHER = (
@@ -63,6 +64,16 @@ def source_of(ctx: Any, name: str) -> str:
 def on_command_line(ctx: Any, name: str) -> bool:
     """Whether the user gave the option in this call."""
     return source_of(ctx, name) == "COMMANDLINE"
+
+
+def note_idle_encoding(ctx: Any, documents: Sequence[str], *, quiet: bool) -> None:
+    """Print a note if --encoding is on the command line and all of the documents are PDF or DOCX files, which have
+    encodings of their own."""
+    if documents and on_command_line(ctx, "encoding") and all(kind_of(one) in (PDF, DOCX) for one in documents):
+        from sparsekv.cli.common.console import note  # the module imports rich
+
+        told = f"--encoding {ctx.params['encoding']} has no effect on {documents[0]}"
+        note(f"{told}: PDF and DOCX files have encodings of their own", quiet=quiet)
 
 
 def typed_options(ctx: Any, but: Collection[str] = ()) -> list[str]:

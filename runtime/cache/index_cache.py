@@ -15,9 +15,8 @@ from sparsekv.kernels.common.given_rows import CalledCache
 from sparsekv.kernels.common.hook import AttentionCall, is_routed
 from sparsekv.kernels.common.states import LayerKinds, copied_state, state_tensors
 from sparsekv.runtime.cache.buffers import ModelGraph, ReadRows, read_share, total_read
-from sparsekv.runtime.cache.document_state import DocumentState
 from sparsekv.runtime.cache.kept_turns import KeptRows
-from sparsekv.runtime.cache.stored_layer import DynamicSlot, StoredLayer
+from sparsekv.runtime.cache.stored_layer import DocumentState, DynamicSlot, StoredLayer
 from sparsekv.runtime.cache.watched import WatchedQueries
 
 

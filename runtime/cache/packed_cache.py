@@ -12,11 +12,10 @@ import torch
 from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.common.rows import store_in_slots
-from sparsekv.runtime.cache.document_state import SlotStates
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, ModelInput, SequenceCache
 from sparsekv.runtime.cache.kept_turns import KeptRows
 from sparsekv.runtime.cache.kv_store import Pair
-from sparsekv.runtime.cache.stored_layer import StoredLayer
+from sparsekv.runtime.cache.stored_layer import SlotStates, StoredLayer
 
 FIRST_ROWS = 64
 

@@ -23,10 +23,9 @@ from sparsekv.kernels.common.given_rows import RowPair, Rows, pass_over_rows
 from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
-from sparsekv.runtime.cache.document_state import DocumentState
 from sparsekv.runtime.cache.index_cache import BuiltLayers, IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows, Pair, of_tokens
-from sparsekv.runtime.cache.stored_layer import DenseLayer, DenseLayerIn8Bits, StoredLayer
+from sparsekv.runtime.cache.stored_layer import DenseLayer, DenseLayerIn8Bits, DocumentState, StoredLayer
 from sparsekv.runtime.decoding.choose_config import PreparedMethod, files_read
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.kept import KeptIndex
