@@ -76,7 +76,8 @@ def start(
         return _show(path)
     folders = list({index.resolve(): index.absolute() for index in indices or []}.values())
     if status(path) is not None:
-        _refuse_unreadable(folders)
+        for folder in folders:  # an index that the new server could not open is an error before the old server ends
+            open_artifact(folder, called="INDEX")
         stop(path)
     program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
     server = subprocess.Popen(
@@ -89,12 +90,6 @@ def start(
     if server.stdout.readline() != b"ready\n":
         raise typer.Exit(server.wait())
     note("commands begin at once now; `sparsekv stop` ends the server", quiet=quiet)
-
-
-def _refuse_unreadable(folders: list[Path]) -> None:
-    """Raise the errors of `open_artifact` for an index that a new server could not open."""
-    for folder in folders:
-        open_artifact(folder, called="INDEX")
 
 
 def _show(path: str) -> None:

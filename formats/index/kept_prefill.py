@@ -182,7 +182,7 @@ class PrefillKeeper:
         self._digest, self._threads = hashlib.sha256(), ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
         if found:
-            self._digest.update(_beginning(file, sum(found.queries)))
+            self._digest.update(os.pread(file.descriptor, sum(found.queries), 0))
 
     @property
     def tokens(self) -> int:
@@ -244,7 +244,3 @@ class PrefillKeeper:
                 queries_sha256=self._digest.hexdigest(),
             ).model_dump()
         )
-
-
-def _beginning(file: UnfinishedFile, size: int) -> bytes:
-    return os.pread(file.descriptor, size, 0)
