@@ -41,7 +41,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import Guard, estimates_missed
 from sparsekv.runtime.decoding.choose_config import refuse_residual, residual_source
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import RecallReport, forms
 from sparsekv.runtime.reporting.report import recall_report as measure
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, methods

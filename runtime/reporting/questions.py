@@ -10,7 +10,7 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.decoding.answer import answer_room, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.threads import exclusive
-from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock
+from sparsekv.runtime.reporting.recall import MeasuredQueries, QueryBlock
 
 
 def question_queries(

@@ -15,8 +15,15 @@ from sparsekv.formats.index.schema import KVStorage
 from sparsekv.runtime.attention.config import Guard, estimates_missed
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.choose_config import stored_context
-from sparsekv.runtime.reporting.queries import MeasuredQueries, checked_rows, seen_block, tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
+from sparsekv.runtime.reporting.recall import (
+    MeasuredQueries,
+    MeasuredSetting,
+    SharedStates,
+    checked_rows,
+    measure_layer,
+    seen_block,
+    tail_block,
+)
 from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, methods
 

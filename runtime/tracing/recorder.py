@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 from sparsekv.kernels.attention.attention import Weighed, attend_once_with_weights, attend_with_weights
 from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, LayerOutput, Step, attend_in_layout
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.reporting.queries import QueryBlock
-from sparsekv.runtime.reporting.recall import attempt_of, chosen_positions, step_measures, truths
+from sparsekv.runtime.reporting.recall import QueryBlock, attempt_of, chosen_positions, step_measures, truths
 from sparsekv.runtime.selection.interface import Selection, Selector
 
 

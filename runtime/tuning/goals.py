@@ -18,8 +18,7 @@ from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import TuneTarget
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.reporting.queries import QueryBlock, tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
+from sparsekv.runtime.reporting.recall import MeasuredSetting, QueryBlock, SharedStates, measure_layer, tail_block
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 
 if TYPE_CHECKING:  # the module imports transformers, which only perplexity needs

@@ -12,7 +12,7 @@ import torch
 
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.runtime.attention.config import DecodeConfig
-from sparsekv.runtime.reporting.queries import measured_files
+from sparsekv.runtime.reporting.recall import measured_files
 from sparsekv.runtime.selection.interface import MethodSpec
 from sparsekv.runtime.tuning.coarse_search import (
     RAISES,

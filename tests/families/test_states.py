@@ -37,8 +37,8 @@ from sparsekv.runtime.decoding.perplexity import perplexity
 from sparsekv.runtime.decoding.session import Conversation, Session
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole
-from sparsekv.runtime.reporting.queries import MeasuredQueries
 from sparsekv.runtime.reporting.questions import question_queries
+from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.tracing.trace import TracedIndex

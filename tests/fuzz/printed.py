@@ -23,8 +23,7 @@ from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session
-from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import chosen_positions, truths
+from sparsekv.runtime.reporting.recall import chosen_positions, tail_block, truths
 from sparsekv.runtime.reporting.report import forms
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
 

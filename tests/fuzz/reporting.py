@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import GROUPS, recall_report
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
 from sparsekv.runtime.selection.registry import methods_of

@@ -26,7 +26,7 @@ from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.kernels.kmeans.hierarchy import block_offsets
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget
 

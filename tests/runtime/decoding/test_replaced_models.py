@@ -18,8 +18,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
-from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
+from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer, tail_block
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 METHODS: dict[str, tuple[Method, str]] = {

@@ -23,7 +23,7 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.oracle import Oracle
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.wrappers import unite

@@ -14,7 +14,7 @@ from support.small_layer import all_chosen, as_queries, small_layer
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.h2o import H2O
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget
 

@@ -21,8 +21,7 @@ from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.magicpig import MagicPIG
-from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
+from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer, tail_block
 from sparsekv.runtime.selection.interface import Budget, LayerPosition, MethodSpec, Selection
 
 properties = settings(max_examples=10)

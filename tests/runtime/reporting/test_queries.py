@@ -6,8 +6,8 @@ from support.small_index import attention_outputs
 
 from sparsekv.runtime.decoding.answer import question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.reporting.queries import MeasuredQueries, QueryBlock, tail_block
 from sparsekv.runtime.reporting.questions import question_queries
+from sparsekv.runtime.reporting.recall import MeasuredQueries, QueryBlock, tail_block
 
 QUESTIONS = ["What is an atom?", "Which statements are simple, and which are compound statements?"]
 

@@ -30,8 +30,14 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.window import Window
-from sparsekv.runtime.reporting.queries import tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, Measures, measure_layer, step_measures, truths
+from sparsekv.runtime.reporting.recall import (
+    MeasuredSetting,
+    Measures,
+    measure_layer,
+    step_measures,
+    tail_block,
+    truths,
+)
 from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec, Selection, Selector
 
 NAMES = ("selected_tokens", "recall", "attention_mass", "output_error", "kv_fraction", "missed_mass")

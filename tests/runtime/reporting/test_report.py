@@ -13,8 +13,7 @@ from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.oracle import Oracle
-from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
+from sparsekv.runtime.reporting.recall import MeasuredQueries, MeasuredSetting, measure_layer, tail_block
 from sparsekv.runtime.reporting.report import MEASURES, RecallReport, recall_report
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
 from sparsekv.runtime.selection.registry import choose_methods

@@ -11,7 +11,7 @@ from sparsekv.indexing.indexers.interface import Indexer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.decoding.open import OpenIndex
-from sparsekv.runtime.reporting.queries import MeasuredQueries, seen_block, tail_block
+from sparsekv.runtime.reporting.recall import MeasuredQueries, seen_block, tail_block
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget
 

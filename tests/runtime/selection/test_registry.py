@@ -15,7 +15,7 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import Indexer, LayerInput, choose_indexers, indexers
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import (
     Budget,

@@ -27,7 +27,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.reporting.queries import MeasuredQueries
+from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget, LayerPosition, Queries, Selector
 from sparsekv.runtime.selection.token_choice import LayerSharing

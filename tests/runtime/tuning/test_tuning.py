@@ -18,8 +18,7 @@ from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.window import Window, WindowSelector
-from sparsekv.runtime.reporting.queries import MeasuredQueries, tail_block
-from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer
+from sparsekv.runtime.reporting.recall import MeasuredQueries, MeasuredSetting, measure_layer, tail_block
 from sparsekv.runtime.reporting.report import recall_report
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext, methods
 from sparsekv.runtime.tuning.coarse_search import LARGEST_BUDGET, SMALLEST_BUDGET, BudgetSearch, candidates, rounded
