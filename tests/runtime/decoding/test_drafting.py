@@ -18,7 +18,16 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Guard, Own
 from sparsekv.runtime.decoding import drafting
 from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
-from sparsekv.runtime.decoding.drafting import BY_METHOD, FROM_TEXT, HOPELESS, Drafter, DraftingEngine, Pace
+from sparsekv.runtime.decoding.drafting import (
+    BY_METHOD,
+    FROM_TEXT,
+    HOPELESS,
+    REPEATED,
+    Drafter,
+    DraftingEngine,
+    Pace,
+    SortedRuns,
+)
 from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.codes import Codes
@@ -180,6 +189,19 @@ def test_a_draft_is_what_followed_the_newest_tokens_last() -> None:
     assert drafter.from_text([1, 2, 3]) == [4, 5, 6]
     assert drafter.from_text([1, 2, 7, 7, 1, 2]) == [7, 7, 1]
     assert drafter.from_text([2]) == drafter.from_text([8, 8]) == []
+
+
+@pytest.mark.parametrize("number", REPEATED)
+def test_sorted_runs_find_the_last_occurrence(number: int) -> None:
+    """That with a token after it; texts are shorter than a run, too, and ids as large as those of any vocabulary."""
+    drawn = np.random.default_rng(number)
+    for scale in (1, 1_999_999):
+        for length in (*range(12), 300):
+            text = scale * drawn.integers(0, 4, length)
+            runs = SortedRuns(text, number)
+            for wanted in scale * drawn.integers(0, 5, (30, number)):
+                found = [at + number for at in range(length - number) if (text[at : at + number] == wanted).all()]
+                assert runs.after(wanted) == (found[-1] if found else None)
 
 
 def test_the_fastest_source_is_taken_and_the_others_are_tried_again() -> None:
