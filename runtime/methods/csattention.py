@@ -53,6 +53,8 @@ from sparsekv.runtime.selection.interface import (
 )
 from sparsekv.runtime.selection.token_choice import check_rerank, rerank_scores, token_logits
 
+FEWEST_KEYS = 2**10  # over fewer keys, torch reads the lists, whose scores are not rounded
+
 
 class ListSearch:
     """Search by GPU kernels in one layer's posting lists, which are laid out by token.
@@ -152,7 +154,7 @@ class TableSelector(Selector):
         self.recent: list[torch.Tensor] = []
         # The layout by token cannot grow and supports one list for each part of a query. Therefore appending and
         # backoff exclude it.
-        reached = self.tables.tokens.is_cuda and backoff is None and not append_size
+        reached = self.tables.tokens.is_cuda and backoff is None and not append_size and middle >= FEWEST_KEYS
         self.by_token = ListSearch(self.tables, scoring, self.weights, self.facts) if reached else None
 
     @property
@@ -411,8 +413,8 @@ class CSAttention(Method):
         """Create the selector of a layer. Loads the keys, and allocates the centroids in float32.
 
         The posting lists are not copied. Each append allocates new lists, and the first append also copies the keys. On
-        a GPU, posting lists are also stored by token, unless appending or backoff is on. The layout by token takes half
-        a byte per list and key of the middle.
+        a GPU, posting lists over `FEWEST_KEYS` keys or more are also stored by token, unless appending or backoff is
+        on. The layout by token takes half a byte per list and key of the middle.
         """
         return TableSelector(
             context,

@@ -12,7 +12,7 @@ from support.small_tables import SMALL, TabledLayer, layer_input, tabled_layer
 from sparsekv.indexing.methods.csattention import CSAttentionIndexer
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
 from sparsekv.kernels.posting_lists.posting_lists import estimate_logits, look_up
-from sparsekv.runtime.methods.csattention import CSAttention, ListSearch
+from sparsekv.runtime.methods.csattention import FEWEST_KEYS, CSAttention, ListSearch
 from sparsekv.runtime.selection.interface import Budget, InPlace, Queries, Selection
 
 WHOLE = CSAttentionIndexer(subspace_size=16, centroids=40, alpha=1.0, query_sample=64)
@@ -84,7 +84,7 @@ def test_every_byte_that_a_head_reads_is_counted() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("middle", [300, 2**14 + 100])
+@pytest.mark.parametrize("middle", [FEWEST_KEYS, 16 * FEWEST_KEYS + 100])
 @pytest.mark.parametrize("rerank", [1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_on_a_gpu(dtype: torch.dtype, rerank: float, middle: int) -> None:
