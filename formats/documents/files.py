@@ -8,6 +8,7 @@ import io
 import os
 import re
 import stat
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -262,7 +263,8 @@ def _spec(patterns: Iterable[str], named: str) -> Patterns:
 
 
 _Rules = tuple[tuple[str, Patterns], ...]
-"""Patterns of .gitignore files, each with the path of the file's folder, the outermost folder first."""
+"""Patterns of .gitignore files, each with the path of the file's folder, the outermost folder first. Paths and patterns
+have a character for each byte."""
 
 
 class _Reader:
@@ -272,7 +274,7 @@ class _Reader:
         self._encoding = check_encoding(choice.encoding)
         self._extractor = extractor
         self._include = _spec(choice.include, "") if choice.include else None
-        self._exclude: _Rules = (("", _spec(choice.exclude, "")),)
+        self._exclude = _spec(choice.exclude, "")
         self._unmatched = choice.specs()
         # Keys are absolute paths.
         self._texts: dict[str, SourceText] = {}
@@ -364,7 +366,7 @@ class _Reader:
             return
         if any(entry.name == IGNORE_FILE and entry.is_file(follow_symlinks=False) for entry in entries):
             ignored = self._ignored_by(descriptor, os.path.join(place.folder, prefix, IGNORE_FILE))
-            rules = (*rules, (prefix, ignored))
+            rules = (*rules, (_bytewise(prefix), ignored))
         for entry in entries:
             path = f"{prefix}{entry.name}"
             whole = os.path.join(place.folder, path)
@@ -419,9 +421,9 @@ class _Reader:
             return LINK
         if folder and entry.name.endswith(ENDING):
             return INDEX
-        if _is_ignored(shown, rules):
+        if _is_ignored(_bytewise(shown), rules):
             return IGNORED
-        if _is_ignored(shown, self._exclude):
+        if self._exclude.ignores(shown):
             return EXCLUDED
         if folder:
             return ""
@@ -432,20 +434,23 @@ class _Reader:
         return "" if is_source_path(path) else ODD_NAME
 
     def _ignored_by(self, descriptor: int, path: str) -> Patterns:
-        """Read the .gitignore of an open folder. Invalid and slow patterns are skipped, and recorded as left out."""
+        """Read the .gitignore of an open folder, for paths as `_bytewise` returns them.
+
+        Invalid and slow patterns are skipped, and recorded as left out.
+        """
         kept = list[str]()
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
-        lines = data.decode("utf-8-sig", "replace").split("\n") if isinstance(data, bytes) else []
+        lines = data.removeprefix(BOM_UTF8).split(b"\n") if isinstance(data, bytes) else []
         if not isinstance(data, bytes):
             self._leave_out(data, path)
-        for line in (line.removesuffix("\r") for line in lines):
+        for line in (_as_characters(line.removesuffix(b"\r")) for line in lines):
             try:
                 if not line.startswith("#") and len(re.findall(r"\*+", line)) > MOST_WILDCARDS:
                     raise ValueError
                 Patterns.of([line])
                 kept.append(line)
             except ValueError:
-                self._leave_out(WILD, f"{path}: {line[:40]}")
+                self._leave_out(WILD, f"{path}: {line.encode('latin-1').decode('utf-8', 'replace')[:40]}")
         return Patterns.of(kept)
 
     def _read_entry(self, descriptor: int, name: str, path: str) -> None:
@@ -534,6 +539,15 @@ class _Place:
 
     def has(self, path: str) -> bool:
         return self.pattern is None or self.pattern.choose(path)
+
+
+def _bytewise(path: str) -> str:
+    """Return a path with a character for each of its bytes: for git, a ? or a set of characters matches one byte."""
+    return _as_characters(os.fsencode(path))
+
+
+def _as_characters(data: bytes) -> str:
+    return data.decode("latin-1")
 
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

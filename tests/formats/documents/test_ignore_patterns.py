@@ -14,8 +14,10 @@ from sparsekv.formats.errors import UsageError
 PATHS = ["a", "b", "a/", "b/", "a/b", "a/b/", "a/ab", "a/x/b", "a/x/y/b", "ab", "a.py"]
 PATHS += ["a]", "[", "*", "a b", "#", "!", "7"]
 NAMES = ["a", "b", "ab", "a b", "a[b]", "a!", "#a", "!b", "a\\b", "b ", "a.txt", "x-y", "A"]
+NAMES += ["é", "aé"]
 PIECES = ["a", "b", "*", "**", "?", "/", "/", "[ab]", "[!a]", "[^a]", "\\a", "\\*", "\\ ", " ", "!", "#", "\\!", ".txt"]
 PIECES += ["[a-b]", "[]a]", "**/", "/**", "/*", "A", "\\\\", "\\[", "[\\]a]", "[[:alpha:]]", "[[:upper:]-]"]
+PIECES += ["é", "[é]", "[!é]", "??", "[a-]", "[!-a]", "[[:space:]]", "a//b"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,9 @@ def _fill(folder: Path, random: Random, depth: int = 0) -> None:
             (folder / name).write_text("text")
     if depth == 0 or random.random() < 0.3:
         lines = ("".join(random.choices(PIECES, k=random.randint(1, 4))) for _ in range(random.randint(1, 4)))
-        (folder / ".gitignore").write_text("\n".join(lines) + "\n" * random.randint(0, 1))
+        end = random.choice(["\n", "\n", "\r\n"])
+        text = random.choice(["", "", "\ufeff"]) + end.join(lines) + end * random.randint(0, 1)
+        (folder / ".gitignore").write_bytes(text.encode())
 
 
 @pytest.mark.parametrize("seed", range(40))
