@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import torch
@@ -14,7 +15,7 @@ from sparsekv.runtime.cache.kept_turns import KeptTurns, TurnStore
 from sparsekv.runtime.decoding.answer import Answer, Sampling, decoded, question_ids
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.drafting import LONGEST, DraftingEngine, Verification
-from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
+from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs, pack, why_alone
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import exclusive
@@ -22,6 +23,7 @@ from sparsekv.runtime.selection.interface import DENSE, MethodSpec
 from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed
+from .drawing import draw_sampling, expect_drawn
 from .oracles import ROUNDING, Wrong, error_of, expect, expect_greedy, plain_over
 from .questions import Checks, fed_with, rounding_decides, stepped, takes_everything
 from .world import World, stored_rows
@@ -107,9 +109,11 @@ def _join(world: World, engine: Engine, said: list[torch.Tensor], random: Random
 
 @deed("lossless", 5)
 def lossless(world: World, index: OpenIndex) -> None:
-    """Answers from drafts are those of plain transformers, whatever the method drafts and the text repeats."""
-    checks, case = Checks(world, index), world.case
-    in_place = Random(case.more).random() < 0.5
+    """Answers from drafts, greedy or sampled, are those of plain transformers, whatever the method drafts and the text
+    repeats; stopped, cut short, and in the loop of a batch, too."""
+    checks, case, random = Checks(world, index), world.case, Random(world.case.more)
+    in_place, longest = random.random() < 0.5, random.choice([1, 2, 4 * case.answer, 20])
+    sampling = random.choice([Sampling(longest), draw_sampling(random, longest)])
     for config in (choose_config(index.artifact, DENSE), world.config(index, **UNMEASURED)):
         with suppress(UsageError):  # a state, RoPE that depends on the length, tokens that join the index
             kept = replace(config, lossless=True)
@@ -117,10 +121,29 @@ def lossless(world: World, index: OpenIndex) -> None:
             if in_place:  # as on a GPU
                 engine.verification = Verification(index, engine.sequence_cache, LONGEST + 1)
             asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(2)]
-            found = dict(engine.answers([Request(ids, Sampling(4 * case.answer)) for ids in asked]))
+            told, streamed = f"drafted by {config.attention.name}", dict[int, list[TokenLogprobs | None]]()
+            requests = [
+                Request(ids, sampling, on_token=partial(_note, streamed.setdefault(place, [])), logprobs=2)
+                for place, ids in enumerate(asked)
+            ]
+            found = dict(engine.answers(requests))
             for place, ids in enumerate(asked):
-                steps = checks.truth(fed_with(ids, found[place].ids))[len(ids) - 1 :]
-                expect_greedy(steps, found[place].ids, "lossless answer", f"drafted by {config.attention.name}")
+                answer = found[place].ids
+                steps = checks.truth(fed_with(ids, answer))[len(ids) - 1 :]
+                if sampling.temperature:
+                    expect_drawn(sampling, steps, answer, index.model.device, told)
+                else:
+                    expect_greedy(steps, answer, "lossless answer", told)
+                near, plainly = 20 * ROUNDING * float(steps.abs().max()), steps.double().log_softmax(-1)
+                for step, one in enumerate(streamed[place]):
+                    right = one is not None and one.token == answer[step]
+                    right = right and abs(one.logprob - float(plainly[step, one.token])) <= near  # type: ignore[union-attr]
+                    expect(right, "lossless logprobs", f"of token {step} of {answer}: {one}")
+                expect(len(streamed[place]) == len(answer), "lossless stream", f"{streamed[place]} of {answer}")
+
+
+def _note(into: list[TokenLogprobs | None], token: int, logprobs: TokenLogprobs | None) -> None:
+    into.append(logprobs)
 
 
 def _copies(
