@@ -73,6 +73,7 @@ def queue(world: World, index: OpenIndex) -> None:
     asker = world.dense(index)
     if everything:
         asker = world.asker(index, "100%", prefill_budget=checks.all_of_a_prefill())
+        asker = Session.open(index, replace(asker.config, dense_from=random.choice([None, 2, 3])))
     if why_alone(index, asker.config.attention, asker.cache):
         return
     cache = pack(asker.cache, random.randint(1, 3))

@@ -37,7 +37,9 @@ def served(world: World, index: OpenIndex) -> None:
     askers = [(name, world.dense(one)) for name, one in indices.items()]
     if takes_everything(world):
         everything = {"guard": None, "prefill_budget": checks[""].all_of_a_prefill()}
-        askers += [(name, world.asker(one, "100%", **everything)) for name, one in indices.items()]
+        sparse = [(name, world.asker(one, "100%", **everything)) for name, one in indices.items()]
+        dense_from = random.choice([None, 1, 2, 3])
+        askers += [(name, replace(one, config=replace(one.config, dense_from=dense_from))) for name, one in sparse]
     kept_bytes, lanes = random.choice([0, 20_000, 1 << 22]), random.choice([1, 2, 8])
     scheduler = Scheduler(indices, slots=random.randint(1, 3), kept_bytes=kept_bytes, lanes=lanes)
     said = list[torch.Tensor]()
