@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import lru_cache
 from itertools import chain, takewhile
 from typing import ClassVar
@@ -315,7 +316,8 @@ def number(answer: str, question: Question) -> float:
 
 
 def _is_number(found: str, expected: str) -> bool:
-    return float(found) == float(expected) if "." in expected else int(float(found)) == int(expected)
+    # As decimals, because a float has no more than 17 digits, and an answer's number can have hundreds.
+    return Decimal(found if "." in expected else found.partition(".")[0]) == Decimal(expected)
 
 
 def has_number(answer: str, question: Question) -> float:

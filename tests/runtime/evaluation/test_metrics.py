@@ -58,6 +58,8 @@ def _score(metric: str, answer: str, *expected: str, classes: tuple[str, ...] = 
         ("number", "42.7", ("42.5",), 0.0),
         ("number", "0042.50", ("42.5",), 1.0),
         ("number", "none", ("42",), 0.0),
+        ("number", "9007199254740993", ("9007199254740993",), 1.0),
+        ("number", "7" * 5000, ("42",), 0.0),
         # any number counts, but no part of one
         ("has-number", "45 - 3 = 42, so 42.", ("42",), 1.0),
         ("has-number", "142, 420 or 4,2", ("42",), 0.0),
