@@ -41,6 +41,7 @@ from . import (  # noqa: E402
     drawing,  # noqa: F401
     files,  # noqa: F401
     gauging,  # noqa: F401
+    halving,  # noqa: F401
     printed,  # noqa: F401
     reporting,  # noqa: F401
     resuming,  # noqa: F401

@@ -1,6 +1,7 @@
 """What a case is about, made: its model and tokenizer, its texts, its indices in a folder of its own."""
 
 import json
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
@@ -45,14 +46,17 @@ class World:
 
     Args:
         folder: an empty one, in which everything is written.
+        dtypes: those to which the weights are converted, one after another; empty: they stay in float32.
     """
 
-    def __init__(self, case: Case, folder: Path, device: str):
+    def __init__(self, case: Case, folder: Path, device: str, dtypes: Sequence[torch.dtype] = ()):
         self.case, self.folder, self.device = case, folder, device
         self.checkpoint = model_of(case, device)
         self.tokenizer = tokenizer_of(case.tokenizer, case.template)
         # Models of several cases are the same object, and weights are rounded in place.
-        own = self.checkpoint if case.rounded is None else deepcopy(self.checkpoint)
+        own = self.checkpoint if case.rounded is None and not dtypes else deepcopy(self.checkpoint)
+        for dtype in dtypes:
+            own = own.to(dtype)
         loaded = LoadedModel(own, self.tokenizer, f"tiny-{case.family}", None)
         self.loaded = with_weights(loaded, case.rounded, lambda text: None)
         self.model = self.loaded.model

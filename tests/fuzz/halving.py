@@ -1,0 +1,75 @@
+"""A deed of models in 16 bits, whose answers are held to the same weights in float32."""
+
+from dataclasses import replace
+
+import torch
+
+from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.drafting import DraftingEngine
+from sparsekv.runtime.decoding.engine import Request
+from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.sampling import Sampling
+from sparsekv.runtime.decoding.session import Session
+from sparsekv.runtime.selection.registry import DENSE
+
+from .deeds import deed
+from .oracles import error_of, expect, plain
+from .questions import fed_with, stepped, takes_everything
+from .world import World
+
+NEAR, NEAR_IN_8_BITS = 0.004, 0.1
+"""Relative error of logits that is allowed beside three times that of transformers in the same dtype."""
+CHOSEN = 2.5, 0.02
+"""How many times as far as in float32 a method's logits may be from dense attention's, and how much further."""
+
+
+@deed("halved", 2, asks=False)
+def halved(world: World, index: OpenIndex) -> None:
+    """In bfloat16 and float16, answers are about as near to float32 as those of transformers, and a method's logits as
+    near to dense attention's as in float32."""
+    case, dtype = world.case, (torch.bfloat16, torch.float16)[world.case.more % 2]
+    case = replace(case, rounded=None, loud=min(case.loud, 10.0), prefill="dense", prefill_options=(), guard=None)
+    folders = [world.folder / name for name in ("low", "high")]
+    for folder in folders:
+        folder.mkdir()
+    low = World(case, folders[0], world.device, (dtype,))
+    high = World(case, folders[1], world.device, (dtype, torch.float32))
+    opened, exact = low.build("index.skv"), high.build("index.skv")
+    asked = question_ids(opened, low.question(0), raw=case.raw)
+    fed = fed_with(asked, low.dense(opened).ask(asked, Sampling(case.answer)).ids)
+    ids, steps = torch.cat([opened.input_ids, fed]), slice(len(asked) - 1, None)
+    truth = plain(high, ids)[0][len(opened.input_ids) :][steps]
+    own = error_of(plain(low, ids)[0][len(opened.input_ids) :][steps], truth)
+    near = 3 * own + (NEAR if case.kv_dtype is None else NEAR_IN_8_BITS)
+
+    def apart(asker: Session, over: OpenIndex) -> float:
+        return error_of(stepped(over, asker, fed, len(asked))[steps], truth)
+
+    askers = {"dense": low.dense(opened)}
+    if takes_everything(low):
+        of_all = "100%" if case.question_prefill not in (None, "own", "dense") else None
+        askers["everything"] = low.asker(opened, "100%", prefill_budget=of_all)
+    for kind, asker in askers.items():
+        expect((found := apart(asker, opened)) <= near, f"{kind} in {dtype}", f"{found:.4f}, transformers {own:.4f}")
+    found, usual = apart(low.asker(opened), opened), apart(high.asker(exact), exact)
+    times, more = CHOSEN
+    told = f"{found:.4f}, in float32 {usual:.4f}, transformers {own:.4f}"
+    expect(found <= times * usual + 3 * own + more, f"sparse in {dtype}", told)
+    _lossless(low, high, opened, asked, near)
+
+
+def _lossless(low: World, high: World, opened: OpenIndex, asked: torch.Tensor, near: float) -> None:
+    """Each token of an answer from drafts is the likeliest in float32, but for rounding to 16 bits."""
+    config = replace(choose_config(opened.artifact, DENSE), lossless=True)
+    try:
+        engine = DraftingEngine(opened, opened.cache(config), config)
+    except UsageError:  # a state, RoPE that depends on the length
+        return
+    answer = dict(engine.answers([Request(asked, Sampling(4 * low.case.answer))]))[0].ids
+    ids = torch.cat([opened.input_ids, fed_with(asked, answer)])
+    steps = plain(high, ids)[0][len(opened.input_ids) + len(asked) - 1 :]
+    for token, row in zip(answer, steps, strict=True):
+        below = float(row.max() - row[token]) / float(steps.abs().max())
+        expect(below <= 2 * near, "lossless in 16 bits", f"{token} of {answer} is {below:.4f} below the likeliest")
