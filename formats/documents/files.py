@@ -38,9 +38,6 @@ MOST_DEPTH = 64
 """Maximum number of nested folders, all of which are open while the innermost one is read."""
 MOST_IGNORED = 64 << 10
 """Maximum size of a .gitignore that is read, in bytes."""
-MOST_WILDCARDS = 4
-"""Maximum number of wildcards in a line of a .gitignore. Each wildcard multiplies the time of a match by the length of
-the path."""
 NAMED = 3
 """Number of left-out files that a message names for each reason."""
 IGNORE_FILE = ".gitignore"
@@ -436,7 +433,7 @@ class _Reader:
     def _ignored_by(self, descriptor: int, path: str) -> Patterns:
         """Read the .gitignore of an open folder, for paths as `_bytewise` returns them.
 
-        Invalid and slow patterns are skipped, and recorded as left out.
+        Invalid patterns are skipped, and recorded as left out.
         """
         kept = list[str]()
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
@@ -445,8 +442,6 @@ class _Reader:
             self._leave_out(data, path)
         for line in (_as_characters(line.removesuffix(b"\r")) for line in lines):
             try:
-                if not line.startswith("#") and len(re.findall(r"\*+", line)) > MOST_WILDCARDS:
-                    raise ValueError
                 Patterns.of([line])
                 kept.append(line)
             except ValueError:

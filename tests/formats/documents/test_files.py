@@ -337,11 +337,19 @@ def test_patterns_that_match_nothing_are_named(tmp_path: Path) -> None:
     assert read_folder(tmp_path, Choice(exclude=("docs/sub/",))).told_unmatched() == ""
 
 
-def test_a_gitignore_that_would_take_for_ever_is_told_of(tmp_path: Path) -> None:
-    write_tree(tmp_path, {"a" * 200: "a", ".gitignore": f"{'*a' * 30}b\nb.txt\n", "b.txt": "b"})
+def test_a_pattern_of_many_stars_ignores_what_it_ignores_in_git(tmp_path: Path) -> None:
+    tree = dict.fromkeys(["a" * 200, "docs/a/b/x_y_z.txt", "docs/a/x_y_z.txt"], "text")
+    write_tree(tmp_path, tree | {".gitignore": f"{'*a' * 30}b\ndocs/*/*/*_*_*.txt\n"})
     sources = read_folder(tmp_path, Choice())
-    assert _names(sources) == ["a" * 200]
-    assert len(sources.left_out[files.WILD]) == 1
+    assert _names(sources) == ["a" * 200, "docs/a/x_y_z.txt"]
+    assert files.WILD not in sources.left_out
+
+
+def test_an_invalid_pattern_of_a_gitignore_is_told_of(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"a.txt": "a", ".gitignore": "\u00e9[\nb.txt\n", "b.txt": "b"})
+    sources = read_folder(tmp_path, Choice())
+    assert _names(sources) == ["a.txt"]
+    assert sources.left_out[files.WILD] == [".gitignore: \u00e9["]
 
 
 def test_named_files_and_globs_are_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
