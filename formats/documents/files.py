@@ -50,6 +50,7 @@ PERHAPS = {name: f"not text in UTF-8 but perhaps in {name}" for name in ("latin-
 """Reasons to leave out a file whose encoding is not certain."""
 LARGE, LARGE_DOCUMENT = (f"larger than {size >> 20} MiB" for size in (MOST_BYTES, extracted.MOST_BYTES))
 CHANGED, WILD = "changed meanwhile", f"unread in {IGNORE_FILE}"
+LARGE_IGNORE = f"unread because it is larger than {MOST_IGNORED >> 10} KiB"
 COUNTED = (HIDDEN, IGNORED, EXCLUDED, UNLISTED, LINK)
 """Reasons for which a message gives only the number of left-out files, without their names."""
 
@@ -439,7 +440,7 @@ class _Reader:
         data = _content(lambda: os.open(IGNORE_FILE, _FLAGS | os.O_NOFOLLOW, dir_fd=descriptor), MOST_IGNORED)
         lines = data.removeprefix(BOM_UTF8).split(b"\n") if isinstance(data, bytes) else []
         if not isinstance(data, bytes):
-            self._leave_out(data, path)
+            self._leave_out(LARGE_IGNORE if data == LARGE else data, path)
         for line in (_as_characters(line.removesuffix(b"\r")) for line in lines):
             try:
                 Patterns.of([line])

@@ -345,6 +345,12 @@ def test_a_pattern_of_many_stars_ignores_what_it_ignores_in_git(tmp_path: Path) 
     assert files.WILD not in sources.left_out
 
 
+def test_a_gitignore_that_is_too_large_is_told_of(tmp_path: Path) -> None:
+    write_tree(tmp_path, {"a.txt": "a", ".gitignore": "a.txt\n" * files.MOST_IGNORED})
+    sources = read_folder(tmp_path, Choice())
+    assert "1 unread because it is larger than 64 KiB (.gitignore)" in sources.told()
+
+
 def test_an_invalid_pattern_of_a_gitignore_is_told_of(tmp_path: Path) -> None:
     write_tree(tmp_path, {"a.txt": "a", ".gitignore": "\u00e9[\nb.txt\n", "b.txt": "b"})
     sources = read_folder(tmp_path, Choice())
