@@ -27,7 +27,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsekv.formats.errors import ArtifactError, SparsekvError, UsageError
 from sparsekv.formats.index.reader import Artifact, ArtifactShare
-from sparsekv.runtime.vllm.answers import Answers, PrefixTable
+from sparsekv.runtime.vllm.answers import Answers
 from sparsekv.runtime.vllm.decoding import (
     Decode,
     DecodeSetting,
@@ -38,6 +38,7 @@ from sparsekv.runtime.vllm.decoding import (
 )
 from sparsekv.runtime.vllm.identity import check_rows, identify_served, row_tolerance, share_of
 from sparsekv.runtime.vllm.paged import PagedLayer, slots_of
+from sparsekv.runtime.vllm.prefixes import PrefixTable
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.runtime.vllm.answers import RUN, Prefix, PrefixTable
+from sparsekv.runtime.vllm.prefixes import RUN, Prefix, PrefixTable
 
 BLOCK = 16
 MANUAL = list(range(100, 200))  # 100 tokens: six blocks and four tokens
