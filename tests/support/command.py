@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TextIO
 from unittest import mock
 
+import typer
+
 from sparsekv.cli.main import run
 
 from .forked import LIMITS, Started, zygote
@@ -108,13 +110,18 @@ def run_here(*arguments: str | Path) -> Outcome:
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
 
 
+_parser = functools.cache(typer.main.get_command)
+"""The parser of a command's options, made once: it takes as long as a short command, and none of it changes in a run."""
+
+
 def run_into(stdout: TextIO, stderr: TextIO, *arguments: str | Path) -> int:
     """Run the command's own entry in this process, with other standard files; return its exit code."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGINT)}
     code: object = None
     try:
         argv = mock.patch.object(sys, "argv", ["sparsekv", *map(str, arguments)])
-        with argv, redirect_stdout(stdout), redirect_stderr(stderr):
+        parser = mock.patch.object(typer.main, "get_command", _parser)
+        with argv, parser, redirect_stdout(stdout), redirect_stderr(stderr):
             run()
     except SystemExit as end:
         code = end.code

@@ -54,9 +54,10 @@ def without_window(family: str) -> PreTrainedModel:
 def small_plan(family: str = "llama", *, tokens: int = 300, text: str = TEXT, **changes: Any) -> BuildPlan:
     """A plan over the first `tokens` bytes of a text; few sinks, a short tail, two levels of clusters."""
     loaded = small_model(family)
+    read = text[: 2 * tokens]  # more than the tokens, so that the prompt is cut; all of a long text takes longer to encode
     plan = BuildPlan(
         loaded=loaded,
-        prompt=encode_prompt(loaded.tokenizer, text, max_tokens=tokens),
+        prompt=encode_prompt(loaded.tokenizer, read, max_tokens=tokens),
         config=BuildConfig({"squeezed": SqueezedIndexer(levels=(0.2, 0.06))}, sinks=4, tail=16, chunk_size=128),
     )
     return with_changes(plan, **changes)

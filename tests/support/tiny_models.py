@@ -1,6 +1,8 @@
 """Tiny random models of every supported family, and a tokenizer for them, made on the spot."""
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,12 @@ COMMON: dict[str, Any] = {
 
 
 def build_tiny(kind: type[PreTrainedConfig], **changes: Any) -> Callable[[], PreTrainedModel]:
-    """A function that builds a model of a config's kind, with what all of them have in common but for some changes."""
+    """A function that builds a model of a config's kind, with what all of them have in common but for some changes.
 
+    Each call gives another copy of one model, whose random weights take twice as long as copies of them.
+    """
+
+    @cache
     def build() -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
@@ -65,7 +71,7 @@ def build_tiny(kind: type[PreTrainedConfig], **changes: Any) -> Callable[[], Pre
                     parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
         return model
 
-    return build
+    return lambda: deepcopy(build())
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {

@@ -46,6 +46,17 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], OpenInde
     return cache(lambda family: build_small(folder / f"{family}.skv", family, methods=methods))
 
 
+@pytest.fixture(scope="module")
+def of_dense(opened: Callable[[str], OpenIndex]) -> Callable[[str, Sampling], list[Answer]]:
+    """Dense attention's answers, which are given once."""
+
+    def given(family: str, sampling: Sampling) -> list[Answer]:
+        index = opened(family)
+        return _answers(Engine(index, index.dense_cache()), index, sampling)
+
+    return cache(given)
+
+
 def _answers(engine: Engine, index: OpenIndex, sampling: Sampling) -> list[Answer]:
     asked = [Request(question_ids(index, question), sampling) for question in QUESTIONS]
     return [answer for _, answer in engine.answers(asked)]
@@ -81,6 +92,7 @@ def _draft_anything(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 )
 def test_answers_are_dense_attentions(
     opened: Callable[[str], OpenIndex],
+    of_dense: Callable[[str, Sampling], list[Answer]],
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     name: str,
@@ -90,7 +102,7 @@ def test_answers_are_dense_attentions(
 ) -> None:
     """Also if passes of dense attention read and write all rows in place, as on a GPU."""
     index, sampling = opened(family), Sampling(max_new_tokens=24, temperature=temperature, seed=3)
-    dense = _answers(Engine(index, index.dense_cache()), index, sampling)
+    dense = of_dense(family, sampling)
     _draft_anything(monkeypatch, seed=len(name))
     if on_the_device:
         count_rows_on_the_device(monkeypatch)
@@ -141,9 +153,11 @@ def test_replayed_passes_read_the_rows_of_now_and_captures_are_no_measure(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_measured_paces_choose_among_all_sources(opened: Callable[[str], OpenIndex], name: str) -> None:
+def test_measured_paces_choose_among_all_sources(
+    opened: Callable[[str], OpenIndex], of_dense: Callable[[str, Sampling], list[Answer]], name: str
+) -> None:
     index, sampling = opened("llama"), Sampling(max_new_tokens=100)
-    dense = _answers(Engine(index, index.dense_cache()), index, sampling)
+    dense = of_dense("llama", sampling)
     engine = _lossless(index, CONFIGS[name])
     assert [one.ids for one in _answers(engine, index, sampling)] == [one.ids for one in dense]
     used = {source for source, pace in engine.drafter.paces.items() if pace.last}
