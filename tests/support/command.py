@@ -111,7 +111,7 @@ def run_here(*arguments: str | Path) -> Outcome:
 
 
 _parser = functools.cache(typer.main.get_command)
-"""The parser of a command's options, made once: it takes as long as a short command, and none of it changes in a run."""
+"""The parser of a command's options, made once: making it takes as long as a short command, and it never changes."""
 
 
 def run_into(stdout: TextIO, stderr: TextIO, *arguments: str | Path) -> int:

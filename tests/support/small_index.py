@@ -54,7 +54,7 @@ def without_window(family: str) -> PreTrainedModel:
 def small_plan(family: str = "llama", *, tokens: int = 300, text: str = TEXT, **changes: Any) -> BuildPlan:
     """A plan over the first `tokens` bytes of a text; few sinks, a short tail, two levels of clusters."""
     loaded = small_model(family)
-    read = text[: 2 * tokens]  # more than the tokens, so that the prompt is cut; all of a long text takes longer to encode
+    read = text[: 2 * tokens]  # so that a long text is cut, of which all would take longer to encode
     plan = BuildPlan(
         loaded=loaded,
         prompt=encode_prompt(loaded.tokenizer, read, max_tokens=tokens),
