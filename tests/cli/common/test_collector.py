@@ -5,14 +5,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from sparsekv.cli.common import process
 from sparsekv.cli.common.process import rest_collector, resume_collector
 
 
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[tuple[int, int, int]]:
-    threshold = gc.get_threshold()
-    yield threshold
-    gc.set_threshold(*threshold)
+    """The threshold of a program; tests have a higher one."""
+    of_tests, usual = gc.get_threshold(), process._USUAL
+    gc.set_threshold(*usual)
+    yield usual
+    gc.set_threshold(*of_tests)
     gc.unfreeze()
 
 
