@@ -40,7 +40,8 @@ from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import Guard, estimates_missed
-from sparsekv.runtime.decoding.choose_config import refuse_residual, residual_source
+from sparsekv.runtime.decoding.choose_config import refuse_residual
+from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.recall import MeasuredQueries
 from sparsekv.runtime.reporting.report import RecallReport, forms
 from sparsekv.runtime.reporting.report import recall_report as measure

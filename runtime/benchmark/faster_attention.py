@@ -24,7 +24,7 @@ from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.benchmark.clock import clock_for
 from sparsekv.runtime.benchmark.layer_timer import SettingTimes
 from sparsekv.runtime.benchmark.sources import middle_layer
-from sparsekv.runtime.decoding.choose_config import residual_source
+from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.decoding.step import step_sizes
 from sparsekv.runtime.decoding.threads import Usage, left_free, usage
 from sparsekv.runtime.selection.checked import code_of

@@ -34,7 +34,7 @@ from sparsekv.runtime.benchmark.layer import (
 from sparsekv.runtime.benchmark.sources import LayerIndexer, Source, asked_by_many, layer_of, middle_layer
 from sparsekv.runtime.cache.buffers import Run
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.selection.checked import prepare_selector
 from sparsekv.runtime.selection.interface import DENSE, Budget, Method, MethodSpec, MiddleContext
 from sparsekv.runtime.selection.registry import configure

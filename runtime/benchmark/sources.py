@@ -15,7 +15,7 @@ from sparsekv.formats.index.schema import KVDtype, MethodRecord
 from sparsekv.formats.models.load import DTYPES
 from sparsekv.runtime.benchmark.layer import LayerData, Shape, mixture
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import stored_context
+from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.selection.interface import LayerPosition, MiddleContext
 from sparsekv.runtime.selection.registry import choose_methods, methods_of
 

@@ -11,8 +11,8 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import PreparedMethod, files_read
 from sparsekv.runtime.decoding.kept import kept_index
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.selection.interface import MethodSpec
 
 BESIDE_LOADING = 4

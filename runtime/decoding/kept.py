@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sparsekv.formats.models.load import LoadedModel
     from sparsekv.runtime.attention.config import DecodeConfig
     from sparsekv.runtime.cache.index_cache import IndexCache
-    from sparsekv.runtime.decoding.choose_config import PreparedMethod
+    from sparsekv.runtime.decoding.prepare import PreparedMethod
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import LayerStats
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.answer import Answer, unused_settings
-from sparsekv.runtime.decoding.choose_config import PreparedMethod, choose_config, files_read
+from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.kept import KeptIndex, kept_index, kept_indices
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.selection.interface import MethodSpec
 
 if TYPE_CHECKING:  # the module imports torch.distributed, which only several ranks need

@@ -26,9 +26,9 @@ from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.cache.index_cache import BuiltLayers, IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows, Pair, of_tokens
 from sparsekv.runtime.cache.stored_layer import DenseLayer, DenseLayerIn8Bits, DocumentState, StoredLayer
-from sparsekv.runtime.decoding.choose_config import PreparedMethod, files_read
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.kept import KeptIndex
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers, search_device
 from sparsekv.runtime.decoding.threads import all_cores
 from sparsekv.runtime.sources.finder import SourceFinder

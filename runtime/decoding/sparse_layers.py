@@ -24,7 +24,7 @@ from sparsekv.runtime.cache.kv_store import (
     Pair,
     of_tokens,
 )
-from sparsekv.runtime.decoding.choose_config import PreparedLayer, PreparedMethod, prepare_layer
+from sparsekv.runtime.decoding.prepare import PreparedLayer, PreparedMethod, prepare_layer
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,

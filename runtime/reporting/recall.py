@@ -17,7 +17,7 @@ from sparsekv.formats.index.schema import LayerFacts, layer_file
 from sparsekv.kernels.scores.logits import attention_logits, softmax_with_logsumexp
 from sparsekv.runtime.attention.config import Attempt, Guard, Outcome, missed_share
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,

@@ -7,7 +7,7 @@ import torch
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.decoding.choose_config import residual_source
+from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.report import forms
 from sparsekv.runtime.selection.interface import MethodSpec, methods
 from sparsekv.runtime.selection.registry import methods_of

@@ -20,7 +20,8 @@ from sparsekv.runtime.attention.plan import LayerPlan, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import BuiltLayers
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import PreparedMethod, choose_config, files_read
+from sparsekv.runtime.decoding.choose_config import choose_config
+from sparsekv.runtime.decoding.prepare import PreparedMethod, files_read
 from sparsekv.runtime.decoding.sparse_layers import SparseLayers
 from sparsekv.runtime.selection.interface import DENSE, Budget, methods
 from sparsekv.runtime.selection.token_choice import LayerSharing

@@ -21,8 +21,8 @@ from sparsekv.kernels.posting_lists.list_ranks import LARGEST, ExactKeys
 from sparsekv.kernels.posting_lists.posting_lists import HIGHEST, ListCodes, cosines, unpacked
 from sparsekv.kernels.scores.quoka import directions, far_directions, nearest_keys
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.codes import CodeScan, CodesSelector, QuestionScan
 from sparsekv.runtime.methods.csattention import ListSearch, TableSelector
 from sparsekv.runtime.selection.clusters.selector import ClusterMethod, ClusterSelector

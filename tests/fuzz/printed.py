@@ -20,8 +20,8 @@ from sparsekv.formats.documents.continuation import encode_question
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
-from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.recall import chosen_positions, tail_block, truths
 from sparsekv.runtime.reporting.report import forms

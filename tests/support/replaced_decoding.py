@@ -7,8 +7,8 @@ from sparsekv.kernels.common.hook import AttentionCall, route_attention
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import stored_context
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.selection.interface import Budget, Method
 
 from .configs import sparse

@@ -18,9 +18,9 @@ from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.kernels.kmeans.kmeans import cluster_means
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
-from sparsekv.runtime.decoding.choose_config import residual_source
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.h2o import H2O

@@ -24,12 +24,12 @@ from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding import choose_config
 from sparsekv.runtime.decoding import early as early_reading
-from sparsekv.runtime.decoding.choose_config import files_read
+from sparsekv.runtime.decoding import prepare
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.prepare import files_read
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
@@ -133,7 +133,7 @@ def test_a_method_is_prepared_once(stored: Stored, monkeypatch: pytest.MonkeyPat
     threads, early = torch.get_num_threads(), _early(stored)
     assert torch.get_num_threads() == threads
     with monkeypatch.context() as forbidden:
-        forbidden.setattr(choose_config, "prepare_layer", pytest.fail)
+        forbidden.setattr(prepare, "prepare_layer", pytest.fail)
         opened = load_and_open(stored.artifact, stored.model, "cpu", hold=True, early=early)
         cache = opened.cache(sparse("squeezed", Squeezed(), Budget(0.1)))
     late = load_and_open(stored.artifact, stored.model, "cpu").cache(sparse("squeezed", Squeezed(), Budget(0.1)))
@@ -182,7 +182,7 @@ def test_a_method_is_the_same_whatever_torchs_default_dtype_is(name: str, tmp_pa
     for dtype in (torch.float32, torch.bfloat16):
         torch.set_default_dtype(dtype)
         try:
-            selector = choose_config.prepare_layer(
+            selector = prepare.prepare_layer(
                 LayerRows(index.artifact, 0), MethodSpec(name, "", methods()[name]())
             ).selector
         finally:

@@ -29,9 +29,9 @@ from sparsekv.formats.index.schema import layer_file
 from sparsekv.indexing.build import build_index
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, LayerRows
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
-from sparsekv.runtime.decoding.choose_config import prepare_layer, stored_context
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.h2o import H2O

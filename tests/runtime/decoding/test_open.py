@@ -21,8 +21,8 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer, stored_context
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
+from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest

@@ -13,8 +13,8 @@ from support.tiny_models import FAMILIES_OF_STEPS
 from sparsekv.indexing.methods.multipole import MultipoleIndexer, WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer, stored_context
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
 from sparsekv.runtime.methods.multipole import Multipole, WindowedMultipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed

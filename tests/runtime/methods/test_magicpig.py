@@ -18,8 +18,8 @@ from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.config import check_estimates_missed
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.magicpig import MagicPIG
 from sparsekv.runtime.reporting.recall import MeasuredSetting, measure_layer, tail_block
 from sparsekv.runtime.selection.interface import Budget, LayerPosition, MethodSpec, Selection

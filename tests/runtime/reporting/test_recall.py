@@ -18,7 +18,7 @@ from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.attention.config import Attempt
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.h2o import H2O
 from sparsekv.runtime.methods.keydiff import KeyDiff

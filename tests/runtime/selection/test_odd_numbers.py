@@ -17,9 +17,9 @@ from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.config import Guard
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
-from sparsekv.runtime.decoding.choose_config import stored_context
 from sparsekv.runtime.decoding.engine import generate
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.squeezed import Squeezed

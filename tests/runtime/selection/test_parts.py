@@ -11,8 +11,8 @@ from support.traced import every_form
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer, residual_source
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer, residual_source
 from sparsekv.runtime.methods.csattention import CSAttention
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.snapkv import SnapKV

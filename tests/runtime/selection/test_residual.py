@@ -21,7 +21,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
 from sparsekv.runtime.cache.kv_store import LayerRows
-from sparsekv.runtime.decoding.choose_config import prepare_layer, residual_source
+from sparsekv.runtime.decoding.prepare import prepare_layer, residual_source
 from sparsekv.runtime.methods.loki import Loki
 from sparsekv.runtime.methods.oracle import Oracle
 from sparsekv.runtime.methods.quest import Quest

@@ -13,8 +13,8 @@ from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
-from sparsekv.runtime.decoding.choose_config import prepare_layer
 from sparsekv.runtime.decoding.open import OpenIndex
+from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.reporting.recall import MeasuredSetting, SharedStates, measure_layer
 from sparsekv.runtime.selection.interface import Budget, MethodSpec
