@@ -41,8 +41,9 @@ from sparsekv.runtime.decoding.engine import (
 )
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
+from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant
-from sparsekv.runtime.evaluation.tasks import METRICS, Context, Question
+from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import DENSE, Budget, Method, MethodSpec
 from sparsekv.runtime.selection.token_choice import LayerSharing

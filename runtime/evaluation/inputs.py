@@ -10,8 +10,9 @@ from sparsekv.formats.errors import UsageError, with_ending
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.evaluation.engine import Comparison
+from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.published import cut_note, read_pairs, read_published, shorten
-from sparsekv.runtime.evaluation.tasks import METRICS, Context, Question, Request, choose_task, in_turns, tasks
+from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task, in_turns, tasks
 
 GENERATED = "generated"
 """Name of the document and of the work folder if all contexts are generated without a text."""

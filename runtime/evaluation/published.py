@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from sparsekv.formats.documents.document import decode_text, read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError, check_choice
 from sparsekv.runtime.evaluation.haystack import depth_of, fill, largest
-from sparsekv.runtime.evaluation.tasks import Context, CountTokens, DrawnTask, Question, Request, Task, normalise, tasks
+from sparsekv.runtime.evaluation.metrics import normalise
+from sparsekv.runtime.evaluation.tasks import Context, CountTokens, DrawnTask, Question, Request, Task, tasks
 
 _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"

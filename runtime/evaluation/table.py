@@ -15,7 +15,8 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.evaluation.tasks import METRICS, Context, Question
+from sparsekv.runtime.evaluation.metrics import METRICS
+from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.interface import Budget
 
 Scores = Sequence[Sequence[float]]

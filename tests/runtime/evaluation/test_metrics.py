@@ -2,7 +2,8 @@
 
 import pytest
 
-from sparsekv.runtime.evaluation.tasks import METRICS, Question, normalise
+from sparsekv.runtime.evaluation.metrics import METRICS, normalise
+from sparsekv.runtime.evaluation.tasks import Question
 
 
 def _score(metric: str, answer: str, *expected: str, classes: tuple[str, ...] = ()) -> float:

@@ -10,8 +10,9 @@ import pytest
 from support.eval_tasks import count_words
 
 from sparsekv.formats.errors import UsageError
+from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.published import DATASETS, read_pairs, read_published, shorten
-from sparsekv.runtime.evaluation.tasks import METRICS, Context
+from sparsekv.runtime.evaluation.tasks import Context
 
 LONGBENCH = {
     "input": "Who sat?",
