@@ -39,7 +39,7 @@ from sparsekv.cli.reporting.output import (
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.runtime.attention.config import Guard, estimates_missed
+from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.decoding.choose_config import refuse_residual
 from sparsekv.runtime.decoding.prepare import residual_source
 from sparsekv.runtime.reporting.recall import MeasuredQueries

@@ -29,15 +29,8 @@ from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError, check_choice
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
-from sparsekv.runtime.attention.config import (
-    MOST_SOURCES,
-    QUESTION_BUDGET,
-    DecodeConfig,
-    Dense,
-    Guard,
-    Own,
-    QuestionPrefill,
-)
+from sparsekv.runtime.attention.config import MOST_SOURCES, QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, dense_if_short, refuse_beside_dense
 from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT

@@ -23,7 +23,8 @@ from sparsekv.cli.serving.responses import ModelDetails, ModelSent
 from sparsekv.formats.errors import SparsekvError, UsageError, command, reason_of, suggestion
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.api import api_words
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill, estimates_missed
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, QuestionPrefill
+from sparsekv.runtime.attention.guard import estimates_missed
 from sparsekv.runtime.decoding.choose_config import (
     attention_of,
     choose_config,

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import TypeAlias
 
@@ -16,17 +16,7 @@ import torch
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import Segment, attend, attend_with_logsumexp
-from sparsekv.runtime.attention.config import (
-    Attempt,
-    DecodeConfig,
-    Dense,
-    Guard,
-    MissedMeter,
-    Outcome,
-    Own,
-    QuestionSearch,
-    missed_share,
-)
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.executors import (
     Executor,
     Fetched,
@@ -37,10 +27,11 @@ from sparsekv.runtime.attention.executors import (
     QuestionExecutor,
     Step,
 )
+from sparsekv.runtime.attention.guard import Attempt, Guard, MissedMeter, Outcome, missed_share
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair
 from sparsekv.runtime.cache.stored_layer import StoredLayer
-from sparsekv.runtime.selection.interface import Appending, Budget, Queries, Selector
+from sparsekv.runtime.selection.interface import Appending, Budget, Queries, RowSet, Selection, Selector
 
 Search = Callable[[Queries], Fetched]
 Pending: TypeAlias = "Future[Fetched]"
@@ -296,6 +287,31 @@ class DensePrefill(ObservedPrefill):
 
     def attend_observed(self, step: Step) -> torch.Tensor:
         return self.gather.attend_to_everything(step)
+
+
+class QuestionSearch:
+    """Selects one layer's rows for a chunk of a question, as row indices in the layout of the answer's selector.
+
+    Args:
+        prefill: the question's method, budget and chunk size.
+        selector: selector of the question's method.
+        device: the selector's device.
+        layout: the layout of the answer's selector, [Hk, M] int64: the middle position of each stored row. None: rows
+            are stored in order of position.
+    """
+
+    def __init__(self, prefill: QuestionPrefill, selector: Selector, device: torch.device, layout: torch.Tensor | None):
+        self.selector, self.budget, self.chunk_size = selector, prefill.budget, prefill.chunk_size
+        self.device, self.rows_of = device, None if layout is None else layout.argsort(-1).to(device)
+
+    def select(self, queries: Queries) -> Selection:
+        """Return one selection for all queries [Hk, G, Q, D] of a chunk."""
+        chosen = self.selector.select(queries.to(self.device), self.budget)
+        rows, valid = chosen.rows.expand()
+        for order in (self.selector.layout, self.rows_of):
+            rows = rows if order is None else order[:, None].gather(-1, rows)
+        lengths = None if valid is None else valid.long()
+        return replace(chosen, rows=RowSet(rows, lengths, chosen.rows.capacity, log_weights=chosen.rows.log_weights))
 
 
 class ChunkedPrefill(ObservedPrefill):

@@ -10,9 +10,9 @@ from sparsekv.formats.device import release_pages
 from sparsekv.formats.index.context_rows import Int8Stored
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import Split
-from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill, QuestionSearch
+from sparsekv.runtime.attention.config import DecodeConfig, QuestionPrefill
 from sparsekv.runtime.attention.executors import GatherMaker
-from sparsekv.runtime.attention.plan import LayerParts, plan_layer
+from sparsekv.runtime.attention.plan import LayerParts, QuestionSearch, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import (
     DiskRows,

@@ -15,7 +15,7 @@ from sparsekv.formats.device import read_ahead
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import LayerFacts, layer_file
 from sparsekv.kernels.scores.logits import attention_logits, softmax_with_logsumexp
-from sparsekv.runtime.attention.config import Attempt, Guard, Outcome, missed_share
+from sparsekv.runtime.attention.guard import Attempt, Guard, Outcome, missed_share
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.selection.interface import (

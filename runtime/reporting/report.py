@@ -12,7 +12,7 @@ import torch
 from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import KVStorage
-from sparsekv.runtime.attention.config import Guard, estimates_missed
+from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.reporting.recall import (

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.config import estimates_missed
 from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, GatherMaker
+from sparsekv.runtime.attention.guard import estimates_missed
 from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex

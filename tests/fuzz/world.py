@@ -22,7 +22,8 @@ from sparsekv.indexing.build import build_index
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.indexing.plan import BuildConfig, BuildPlan
 from sparsekv.indexing.prefill.prefills import prefills
-from sparsekv.runtime.attention.config import DecodeConfig, Guard, estimates_missed
+from sparsekv.runtime.attention.config import DecodeConfig
+from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.load import with_weights
 from sparsekv.runtime.decoding.open import OpenIndex, open_index

@@ -9,7 +9,7 @@ import torch
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.config import Guard, MissedMeter
+from sparsekv.runtime.attention.guard import Guard, MissedMeter
 from sparsekv.runtime.selection.interface import Budget, Selection, Selector
 
 from .clusters import member_means, token_labels

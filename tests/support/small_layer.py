@@ -8,7 +8,7 @@ from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.interface import BuiltLayer, LayerInput
 from sparsekv.indexing.methods.multipole import MultipoleIndexer, WindowedMultipoleIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.attention.config import Guard
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.plan import LayerParts, plan_layer
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.kv_store import MemoryRows

@@ -10,7 +10,7 @@ from support.small_layer import SmallLayer, all_chosen, small_layer
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.kernels.attention.attention import causal_mask
-from sparsekv.runtime.attention.config import DOUBLINGS, Attempt, Guard, check_estimates_missed
+from sparsekv.runtime.attention.guard import DOUBLINGS, Attempt, Guard, check_estimates_missed
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest
 from sparsekv.runtime.methods.squeezed import Squeezed

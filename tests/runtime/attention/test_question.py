@@ -14,7 +14,8 @@ from support.small_index import INDEXERS, build_small, plain_logits, random_ids,
 from support.small_layer import as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill, QuestionSearch
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.plan import QuestionSearch
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import MappedRows

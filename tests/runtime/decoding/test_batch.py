@@ -17,7 +17,8 @@ from support.short_part import short_part
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.attention.attention import OwnRows, Segment, shared_attention
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.config import Dense, Guard, Own, QuestionPrefill
+from sparsekv.runtime.attention.config import Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.sparse_layer import PackedInPlace, PackedSparse, SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
@@ -37,14 +38,7 @@ from sparsekv.runtime.methods.snapkv import SnapKV
 from sparsekv.runtime.methods.sparq import SparQ
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.methods.tidaldecode import TidalDecode
-from sparsekv.runtime.selection.interface import (
-    Budget,
-    ConversationState,
-    Method,
-    MethodSpec,
-    MiddleContext,
-    Queries,
-)
+from sparsekv.runtime.selection.interface import Budget, ConversationState, Method, MethodSpec, MiddleContext, Queries
 
 QUESTIONS = (
     "What is an expression?",

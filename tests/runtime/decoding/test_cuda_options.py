@@ -16,7 +16,8 @@ from transformers import LlamaConfig
 
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
-from sparsekv.runtime.attention.config import Guard, QuestionPrefill
+from sparsekv.runtime.attention.config import QuestionPrefill
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention

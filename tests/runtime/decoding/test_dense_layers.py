@@ -7,7 +7,7 @@ from support.configs import sparse
 from support.reference import assert_close
 from support.small_index import INDEXERS, build_small, plain_logits_after, random_ids, stepped_logits
 
-from sparsekv.runtime.attention.config import Guard
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.multipole import Multipole
 from sparsekv.runtime.methods.quest import Quest

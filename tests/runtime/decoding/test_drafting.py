@@ -15,7 +15,8 @@ from support.small_index import INDEXERS, build_small
 from support.tiny_models import DIFFERENT
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, Guard, Own
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.decoding import drafting
 from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.drafting import (

@@ -13,7 +13,8 @@ from support.small_index import INDEXERS, random_ids, reopen, small_plan, steppe
 from sparsekv.formats.index.context_rows import context_rows, quantise
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.indexing.build import build_index
-from sparsekv.runtime.attention.config import Guard, QuestionPrefill
+from sparsekv.runtime.attention.config import QuestionPrefill
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS, Int8Middle
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate

@@ -11,7 +11,7 @@ from support.reference import assert_close, relative_error
 from support.small_index import build_small, random_ids, stepped_logits
 
 from sparsekv.indexing.indexers.interface import indexers
-from sparsekv.runtime.attention.config import Guard, estimates_missed
+from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.attention.plan import Prefetcher, wait_for_searches
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.lessismore import LessIsMore

@@ -15,7 +15,8 @@ from support.small_layer import as_queries
 
 from sparsekv.kernels.attention import cluster_step
 from sparsekv.kernels.common.hook import route_attention
-from sparsekv.runtime.attention.config import DecodeConfig, Dense, Guard, Own, QuestionPrefill
+from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids

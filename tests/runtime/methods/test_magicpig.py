@@ -16,7 +16,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import LayerFacts
 from sparsekv.kernels.attention.attention import causal_mask
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.config import check_estimates_missed
+from sparsekv.runtime.attention.guard import check_estimates_missed
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.prepare import prepare_layer

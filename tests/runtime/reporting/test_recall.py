@@ -16,7 +16,7 @@ from sparsekv.indexing.methods.codes import CodesIndexer
 from sparsekv.indexing.methods.h2o import H2OIndexer
 from sparsekv.indexing.methods.pqcache import PQCacheIndexer
 from sparsekv.indexing.methods.squeezed import SqueezedIndexer
-from sparsekv.runtime.attention.config import Attempt
+from sparsekv.runtime.attention.guard import Attempt
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import prepare_layer
 from sparsekv.runtime.methods.codes import Codes

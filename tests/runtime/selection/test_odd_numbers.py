@@ -14,7 +14,7 @@ from support.small_layer import as_queries
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.runtime.attention.config import Guard
+from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import generate
