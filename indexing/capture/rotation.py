@@ -10,7 +10,7 @@ from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.common.given_rows import keys_of_one_token
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.kernels.common.rows import rotate, split_pairs
+from sparsekv.kernels.common.row_operations import rotate, split_pairs
 
 LOGIT_BYTES = 2**28
 """Largest size, in bytes, of the float32 logits of the queries that attend at a time."""

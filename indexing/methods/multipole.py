@@ -20,7 +20,7 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.indexing.indexers.cluster_indexer import ClusterIndexer, finest_labels, split_blocks
 from sparsekv.indexing.indexers.interface import LayerInput, Tensors, indexers
-from sparsekv.kernels.common.rows import rotate
+from sparsekv.kernels.common.row_operations import rotate
 from sparsekv.kernels.kmeans.hierarchy import (
     block_offsets,
     equal_neighbours,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsekv.kernels.common.kernel_inputs import ScoredCentroids
 from sparsekv.kernels.common.on_gpu import on_gpu
-from sparsekv.kernels.common.rows import ScoredCentroids
 from sparsekv.kernels.scores.logits import attention_logits, softmax_with_logsumexp
 
 

@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from sparsekv.kernels.attention.attention import attend_once
 from sparsekv.kernels.clusters.cluster_choice import CountedClusters, best_clusters
 from sparsekv.kernels.codes.code_ranks import CENTROIDS
-from sparsekv.kernels.common.rows import ScoredCentroids, expand_full_runs
+from sparsekv.kernels.common.kernel_inputs import ScoredCentroids
+from sparsekv.kernels.common.row_operations import expand_full_runs
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, exact_logsumexp
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from sparsekv.kernels.attention.attention import OwnRows, Segment, own_logits, shared_attention
+from sparsekv.kernels.common.kernel_inputs import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.common.on_gpu import on_gpu
-from sparsekv.kernels.common.rows import Centroids, RunRows, ScoredCentroids, expand_runs
+from sparsekv.kernels.common.row_operations import expand_runs
 from sparsekv.kernels.scores.logits import attention_logits
 
 

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from sparsekv.kernels.attention import running_softmax_triton as softmax
 from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.kernel_inputs import ScoredCentroids, one_level
 from sparsekv.kernels.common.launch import (
     aligned,
     count_sms,
@@ -26,7 +27,6 @@ from sparsekv.kernels.common.launch import (
     side_by_side,
     tile_rows,
 )
-from sparsekv.kernels.common.rows import ScoredCentroids, one_level
 from sparsekv.kernels.common.run_rows_triton import list_rows
 from sparsekv.kernels.common.tiles_triton import LOG2_E, from_pairs, in_pairs, load_pairs, scaled_queries, scales_of
 

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.kernel_inputs import Int8Kernel, RowScales, RunRows, pair_block
 from sparsekv.kernels.common.launch import dependent_launch, power_of_two
-from sparsekv.kernels.common.rows import Int8Kernel, RowScales, RunRows, pair_block
 from sparsekv.kernels.common.tiles_triton import LOG2_E, first_of, pair_products, scales_of, second_of, shifted_back
 
 

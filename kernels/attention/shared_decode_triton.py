@@ -14,6 +14,7 @@ import triton.language as tl
 from sparsekv.kernels.attention import flash_attention as flash
 from sparsekv.kernels.attention import running_softmax_triton as softmax
 from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.kernel_inputs import Centroids
 from sparsekv.kernels.common.launch import (
     count_sms,
     dependent_launch,
@@ -25,7 +26,6 @@ from sparsekv.kernels.common.launch import (
     tile_rows,
     unit_stride,
 )
-from sparsekv.kernels.common.rows import Centroids
 from sparsekv.kernels.common.tiles_triton import LOG2_E, from_pairs, in_pairs, load_pairs, scaled_queries
 
 LOGSUMEXP_TILE_BYTES, LOGSUMEXP_WARPS = 16_384, 4

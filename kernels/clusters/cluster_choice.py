@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.common.kernel_inputs import Int8Kernel, Keys
 from sparsekv.kernels.common.on_gpu import on_gpu
-from sparsekv.kernels.common.rows import Int8Kernel, Keys, expand_runs, fill_budget
+from sparsekv.kernels.common.row_operations import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 
 

@@ -7,6 +7,7 @@ import triton.language as tl
 from sparsekv.kernels.clusters.budget_choice_triton import Scored, Wanted, choose
 from sparsekv.kernels.clusters.cluster_choice import ListedChoice
 from sparsekv.kernels.common import tiles_triton as common
+from sparsekv.kernels.common.kernel_inputs import Int8Kernel, Keys, RowScales, pair_block
 from sparsekv.kernels.common.launch import (
     aligned,
     count_sms,
@@ -17,7 +18,6 @@ from sparsekv.kernels.common.launch import (
     side_by_side,
     tile_rows,
 )
-from sparsekv.kernels.common.rows import Int8Kernel, Keys, RowScales, pair_block
 from sparsekv.kernels.common.tiles_triton import pair_products, scaled_queries, scales_of
 
 # IN_8_BITS is used for int8 centroids, MANY_CLUSTERS for more than MANY clusters that are not listed, and FEW_CLUSTERS

@@ -13,7 +13,7 @@ from sparsekv.formats.device import release_pages
 from sparsekv.kernels.attention.attention import OwnRows, Segment, attend, attend_once, causal_mask, of_last
 from sparsekv.kernels.attention.decode_attention import decode_attention, shared_decode
 from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
-from sparsekv.kernels.common.rows import Centroids, RunRows, ScoredCentroids
+from sparsekv.kernels.common.kernel_inputs import Centroids, RunRows, ScoredCentroids
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
 from sparsekv.kernels.scores.logits import attention_logits
 from sparsekv.runtime.cache.kv_store import MiddleRows, Pair, PlacedRows

@@ -11,7 +11,7 @@ from sparsekv.formats.index.schema import Split
 from sparsekv.kernels.attention.attention import OwnRows, Segment, causal_mask, shared_attention
 from sparsekv.kernels.attention.decode_attention import exact_logsumexp, shared_decode
 from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
-from sparsekv.kernels.common.rows import Centroids
+from sparsekv.kernels.common.kernel_inputs import Centroids
 from sparsekv.runtime.attention.executors import Step, everything, in_place_runs, step_of
 from sparsekv.runtime.attention.plan import LayerPlan
 from sparsekv.runtime.cache.kv_store import Pair

@@ -21,7 +21,7 @@ from sparsekv.formats.index.context_rows import (
 from sparsekv.formats.index.context_rows import Pair as Pair
 from sparsekv.formats.index.layout import check_values
 from sparsekv.formats.index.reader import CPU, Artifact
-from sparsekv.kernels.common.rows import Int8Kernel, RowScales, RunRows
+from sparsekv.kernels.common.kernel_inputs import Int8Kernel, RowScales, RunRows
 from sparsekv.runtime.cache.buffers import GrowingRows
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.kernels.common.rows import store_in_slots
+from sparsekv.kernels.common.row_operations import store_in_slots
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, ModelInput, SequenceCache
 from sparsekv.runtime.cache.kept_turns import KeptRows
 from sparsekv.runtime.cache.kv_store import Pair

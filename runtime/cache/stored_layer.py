@@ -17,7 +17,8 @@ from sparsekv.kernels.attention.attention import Segment, attend, attend_once, c
 from sparsekv.kernels.attention.decode_attention import decode_attention, shared_decode
 from sparsekv.kernels.common.given_rows import RowLayer
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.kernels.common.rows import RunRows, store_new_row
+from sparsekv.kernels.common.kernel_inputs import RunRows
+from sparsekv.kernels.common.row_operations import store_new_row
 from sparsekv.kernels.common.states import LayerKinds, State, hold_state
 from sparsekv.runtime.cache.buffers import ReadRows
 from sparsekv.runtime.cache.kv_store import placed, side_by_side, units_of

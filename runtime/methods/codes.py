@@ -33,8 +33,9 @@ from sparsekv.kernels.codes.code_ranks import (
     rank_jointly,
     spans_of,
 )
+from sparsekv.kernels.common.kernel_inputs import ScoredCentroids, TakenRows
 from sparsekv.kernels.common.launch import power_of_two
-from sparsekv.kernels.common.rows import ScoredCentroids, TakenRows, expand_runs, fill_budget
+from sparsekv.kernels.common.row_operations import expand_runs, fill_budget
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, KeyGroups, rank_rows, top_ranked
 from sparsekv.kernels.scores.logits import attention_logits, best_tokens, softcapped
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters

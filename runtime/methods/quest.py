@@ -9,7 +9,7 @@ import torch
 
 from sparsekv.formats.errors import check_at_least_one
 from sparsekv.kernels.clusters.cluster_choice import MOST_TOKENS, best_first, choose_clusters
-from sparsekv.kernels.common.rows import fill_budget
+from sparsekv.kernels.common.row_operations import fill_budget
 from sparsekv.kernels.scores.logits import attention_logits, scores_from_logits
 from sparsekv.runtime.selection.interface import (
     Budget,

@@ -16,7 +16,8 @@ from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
 from sparsekv.formats.registry import Registry
-from sparsekv.kernels.common.rows import Int8Kernel, ScoredCentroids, expand_full_runs, expand_runs
+from sparsekv.kernels.common.kernel_inputs import Int8Kernel, ScoredCentroids
+from sparsekv.kernels.common.row_operations import expand_full_runs, expand_runs
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
 from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 

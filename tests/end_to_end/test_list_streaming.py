@@ -15,7 +15,7 @@ from sparsekv.formats.documents.prompt import encode_prompt
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.kernels.common.hook import AttentionCall, route_attention
-from sparsekv.kernels.common.rows import expand_runs
+from sparsekv.kernels.common.row_operations import expand_runs
 from sparsekv.runtime.attention.sparse_layer import SparseLayer
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.open import open_index

@@ -11,7 +11,7 @@ from support.random_tensors import normal
 from sparsekv.kernels.attention.attention import of_last
 from sparsekv.kernels.attention.shared_decode_triton import exact_logsumexp_triton, shared_decode_triton
 from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
-from sparsekv.kernels.common.rows import RunRows
+from sparsekv.kernels.common.kernel_inputs import RunRows
 from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton
 
 pytestmark = compiled_or_interpreted

@@ -24,7 +24,7 @@ from sparsekv.kernels.clusters.cluster_choice_triton import (
     choose_listed_triton,
     open_clusters_triton,
 )
-from sparsekv.kernels.common.rows import RunRows, ScoredCentroids
+from sparsekv.kernels.common.kernel_inputs import RunRows, ScoredCentroids
 from sparsekv.kernels.kmeans.kmeans import assign_plainly, cluster_means
 from sparsekv.kernels.kmeans.kmeans_triton import NearestCentres, cluster_means_triton
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, rank_rows, rank_tokens, top_ranked

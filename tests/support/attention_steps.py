@@ -4,7 +4,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from sparsekv.kernels.common.rows import RunRows, ScoredCentroids, fill_budget
+from sparsekv.kernels.common.kernel_inputs import RunRows, ScoredCentroids
+from sparsekv.kernels.common.row_operations import fill_budget
 from support.kernel_runs import uneven_counts
 from support.random_tensors import normal
 

@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.cluster_choice import CountedClusters, logs_and_shares
-from sparsekv.kernels.common.rows import fill_budget
+from sparsekv.kernels.common.row_operations import fill_budget
 from support.kernel_runs import uneven_counts
 from support.reference import random_attention, reference_attention
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from sparsekv.kernels.common.rows import RowScales
+from sparsekv.kernels.common.kernel_inputs import RowScales
 from support.random_tensors import normal
 
 

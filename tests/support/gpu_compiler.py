@@ -21,7 +21,7 @@ from sparsekv.kernels.clusters import cluster_choice_triton, shared_choice_trito
 from sparsekv.kernels.codes import code_ranks_triton, joint_ranks_triton
 from sparsekv.kernels.codes.code_ranks import KeyCodes, LaidOutCodes, WeighedClusters, spans_of
 from sparsekv.kernels.common import run_rows_triton
-from sparsekv.kernels.common.rows import Centroids, Int8Kernel, RowScales, RunRows, ScoredCentroids
+from sparsekv.kernels.common.kernel_inputs import Centroids, Int8Kernel, RowScales, RunRows, ScoredCentroids
 from sparsekv.kernels.distributed import sum_triton
 from sparsekv.kernels.distributed.shared_memory import bytes_shared
 from sparsekv.kernels.posting_lists import list_ranks_triton, top_ranks_triton

@@ -8,7 +8,7 @@ import torch
 from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.attention.decode_attention import shared_decode
 from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton
-from sparsekv.kernels.common.rows import Centroids, RunRows
+from sparsekv.kernels.common.kernel_inputs import Centroids, RunRows
 from support.kernel_runs import DEVICE, poisoned_memory
 from support.random_tensors import normal
 

@@ -25,7 +25,8 @@ from sparsekv.kernels.clusters.cluster_choice import (
     fewest_tokens,
     until_enough,
 )
-from sparsekv.kernels.common.rows import Int8Kernel, fill_budget
+from sparsekv.kernels.common.kernel_inputs import Int8Kernel
+from sparsekv.kernels.common.row_operations import fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 from sparsekv.runtime.selection.cluster_statistics import Clustering, describe_clusters
 from sparsekv.runtime.selection.clusters.steps import (

@@ -21,7 +21,8 @@ from sparsekv.kernels.clusters.cluster_choice import (
     choose_together,
     open_clusters,
 )
-from sparsekv.kernels.common.rows import Int8Kernel, ScoredCentroids, rotate
+from sparsekv.kernels.common.kernel_inputs import Int8Kernel, ScoredCentroids
+from sparsekv.kernels.common.row_operations import rotate
 from sparsekv.runtime.selection.interface import (
     CentroidSegment,
     Cost,

@@ -16,7 +16,7 @@ from sparsekv.kernels.attention.attention import (
     causal_attention,
     causal_mask,
 )
-from sparsekv.kernels.common.rows import ScoredCentroids
+from sparsekv.kernels.common.kernel_inputs import ScoredCentroids
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))

@@ -14,8 +14,8 @@ from support.reference import assert_close, relative_error
 
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
+from sparsekv.kernels.common.kernel_inputs import RunRows, ScoredCentroids, TakenRows, one_level
 from sparsekv.kernels.common.launch import num_splits
-from sparsekv.kernels.common.rows import RunRows, ScoredCentroids, TakenRows, one_level
 
 pytestmark = compiled_or_interpreted
 by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))

@@ -13,7 +13,7 @@ from support.reference import assert_close
 
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.attention.decode_attention_triton import decode_attention_triton
-from sparsekv.kernels.common.rows import RunRows, TakenRows
+from sparsekv.kernels.common.kernel_inputs import RunRows, TakenRows
 
 pytestmark = compiled_or_interpreted
 by_dtype = pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=lambda value: str(value))

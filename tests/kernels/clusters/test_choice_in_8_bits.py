@@ -10,7 +10,7 @@ from support.reference import assert_close
 
 from sparsekv.kernels.clusters.cluster_choice import choose_clusters
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton
-from sparsekv.kernels.common.rows import Int8Kernel
+from sparsekv.kernels.common.kernel_inputs import Int8Kernel
 from sparsekv.kernels.scores.logits import attention_logits, cluster_scores
 
 pytestmark = compiled_or_interpreted

@@ -13,7 +13,7 @@ from support.reference import assert_close
 
 from sparsekv.kernels.clusters.cluster_choice import ClusterChoice, choose_clusters
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_clusters_triton
-from sparsekv.kernels.common.rows import expand_runs, fill_budget
+from sparsekv.kernels.common.row_operations import expand_runs, fill_budget
 from sparsekv.kernels.scores.logits import cluster_scores
 
 pytestmark = compiled_or_interpreted

@@ -12,7 +12,7 @@ from support.reference import assert_close
 
 from sparsekv.kernels.clusters.cluster_choice import Children, ClusterChoice, ListedChoice, choose_listed, open_clusters
 from sparsekv.kernels.clusters.cluster_choice_triton import choose_listed_triton, open_clusters_triton
-from sparsekv.kernels.common.rows import expand_runs
+from sparsekv.kernels.common.row_operations import expand_runs
 from sparsekv.kernels.scores.logits import cluster_scores
 
 pytestmark = compiled_or_interpreted

@@ -11,7 +11,7 @@ from support.random_tensors import normal
 from sparsekv.kernels.clusters import shared_choice_triton
 from sparsekv.kernels.clusters.cluster_choice import MOST_TOKENS, SharedChoice, choose_clusters, choose_together
 from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
-from sparsekv.kernels.common.rows import expand_runs
+from sparsekv.kernels.common.row_operations import expand_runs
 
 pytestmark = compiled_or_interpreted
 

@@ -5,7 +5,7 @@ import torch
 from support.reference import assert_close, random_attention
 
 from sparsekv.kernels.clusters.cluster_choice import Tree, child_scores, tree_from_tensors
-from sparsekv.kernels.common.rows import expand_runs
+from sparsekv.kernels.common.row_operations import expand_runs
 from sparsekv.kernels.scores.logits import cluster_scores
 
 FINE, COARSE, SCALE = 30, 7, 0.125

@@ -9,7 +9,7 @@ from support.reference import assert_close
 from support.rotation import turned
 
 from sparsekv.formats.index.schema import RopeFacts
-from sparsekv.kernels.common.rows import rotate
+from sparsekv.kernels.common.row_operations import rotate
 
 properties = settings(max_examples=40)
 ropes = st.builds(RopeFacts, frequencies=st.lists(st.floats(0, 1, width=32), max_size=4), interleaved=st.booleans())

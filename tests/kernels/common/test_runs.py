@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.kernels.common.rows import expand_full_runs, expand_runs, fill_budget
+from sparsekv.kernels.common.row_operations import expand_full_runs, expand_runs, fill_budget
 
 Run = tuple[int, int]
 

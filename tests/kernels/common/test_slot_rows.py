@@ -8,7 +8,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted
 from support.pairs import every_pair
 from support.random_tensors import normal
 
-from sparsekv.kernels.common.rows import store_in_slots, store_new_row
+from sparsekv.kernels.common.row_operations import store_in_slots, store_new_row
 from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton, store_new_row_triton
 
 pytestmark = compiled_or_interpreted

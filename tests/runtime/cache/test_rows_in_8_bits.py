@@ -11,7 +11,7 @@ from sparsekv.formats.index.context_rows import context_rows, quantise
 from sparsekv.kernels.attention.attention import Segment, attend
 from sparsekv.kernels.attention.decode_attention import decode_attention
 from sparsekv.kernels.common.hook import AttentionCall
-from sparsekv.kernels.common.rows import RunRows
+from sparsekv.kernels.common.kernel_inputs import RunRows
 from sparsekv.runtime.cache.kv_store import Int8Middle, MemoryRows, of_tokens
 from sparsekv.runtime.cache.stored_layer import DenseLayer, DenseLayerIn8Bits, DynamicSlot
 

@@ -10,7 +10,7 @@ from support.reference import assert_close
 from support.small_layer import all_chosen, as_queries, small_layer
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.kernels.common.rows import expand_runs
+from sparsekv.kernels.common.row_operations import expand_runs
 from sparsekv.kernels.scores.logits import scores_from_logits
 from sparsekv.runtime.methods.oracle import OracleSelector
 from sparsekv.runtime.methods.quest import Quest
