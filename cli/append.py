@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from sparsekv.cli.common.console import note, note_plain, progress, say
+from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.options import (
     AppendChunkSizeOption,
     DeviceOption,
@@ -17,7 +18,6 @@ from sparsekv.cli.common.options import (
     QuietOption,
     SpecialTokensOption,
     WeightsOption,
-    open_artifact,
 )
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command, note_idle_encoding

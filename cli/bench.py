@@ -11,7 +11,8 @@ import typer
 from sparsekv.cli.benchmarking.output import DEFAULT_BUDGETS, ITERATIONS, StepOptions, mixture_indexers, print_rows
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import FormatOptions, RunOptions, names_of, open_artifact, refuse_unwritable_plot
+from sparsekv.cli.common.open_artifact import open_artifact
+from sparsekv.cli.common.options import FormatOptions, RunOptions, names_of, refuse_unwritable_plot
 from sparsekv.cli.common.process import resume_collector
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.formats.device import choose_device

@@ -17,14 +17,8 @@ from sparsekv.cli.answering.options import (
 )
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import (
-    IndexOption,
-    ModelOption,
-    RunOptions,
-    SpecialTokensOption,
-    WeightsOption,
-    open_artifact,
-)
+from sparsekv.cli.common.open_artifact import open_artifact
+from sparsekv.cli.common.options import IndexOption, ModelOption, RunOptions, SpecialTokensOption, WeightsOption
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command, left_out
 from sparsekv.runtime.attention.config import Dense

@@ -7,7 +7,8 @@ from typing import Annotated, cast, get_args
 import typer
 
 from sparsekv.cli.common.console import note, progress, say
-from sparsekv.cli.common.options import DeviceOption, QuietOption, open_artifact
+from sparsekv.cli.common.open_artifact import open_artifact
+from sparsekv.cli.common.options import DeviceOption, QuietOption
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.stats import stored_line
 from sparsekv.cli.configuring.sources import Command

@@ -8,7 +8,7 @@ from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_p
 from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
-from sparsekv.cli.common.options import open_artifact
+from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.distributed.launch import join_ranks

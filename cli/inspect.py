@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsekv.cli.common.console import note, progress, say
+from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.options import (
     IndexOption,
     JsonOption,
     ModelOption,
     QuietOption,
     names_of,
-    open_artifact,
     refuse_unwritable_plot,
 )
 from sparsekv.cli.common.stats import storage_record

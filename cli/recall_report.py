@@ -11,6 +11,7 @@ import typer
 
 from sparsekv.cli.common.console import note, progress, say
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.options import (
     FormatOptions,
     IndexOption,
@@ -19,7 +20,6 @@ from sparsekv.cli.common.options import (
     SpecialTokensOption,
     WeightsOption,
     names_of,
-    open_artifact,
     refuse_unwritable_plot,
     share,
 )

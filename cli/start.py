@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from sparsekv.cli.common.console import note, say
-from sparsekv.cli.common.options import QuietOption, open_artifact
+from sparsekv.cli.common.open_artifact import open_artifact
+from sparsekv.cli.common.options import QuietOption
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.daemon.likeness import differing, likeness
 from sparsekv.cli.daemon.messages import (

@@ -12,6 +12,7 @@ from sparsekv.cli.answering.idle import note_idle_method, note_prefill_alone
 from sparsekv.cli.answering.options import AttentionOptions, MaxNewTokensOption, RawOption, SamplingOptions
 from sparsekv.cli.common.console import note, waiting
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.options import (
     IndexOption,
     JsonOption,
@@ -19,7 +20,6 @@ from sparsekv.cli.common.options import (
     RunOptions,
     SpecialTokensOption,
     WeightsOption,
-    open_artifact,
 )
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.questions import AnswerStream, answer_may_meet_notes, read_question

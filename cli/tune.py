@@ -13,6 +13,7 @@ from rich.table import Table
 
 from sparsekv.cli.common.console import note, progress, say, say_wrapped
 from sparsekv.cli.common.method_options import with_options
+from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.options import (
     IndexOption,
     ModelOption,
@@ -20,7 +21,6 @@ from sparsekv.cli.common.options import (
     TableOptions,
     WeightsOption,
     names_of,
-    open_artifact,
     share,
 )
 from sparsekv.cli.common.tables import say_markup, show_fitting, titled_table

@@ -152,7 +152,7 @@ def _open(folder: Path, threads: int) -> str:
     """
     import transformers
 
-    from sparsekv.cli.common.options import open_artifact
+    from sparsekv.cli.common.open_artifact import open_artifact
     from sparsekv.runtime.decoding.load import keep_index
 
     open_artifact(folder, called="INDEX")
@@ -175,7 +175,7 @@ def _check(folder: Path, threads: int) -> None:
         import torch
 
         from sparsekv.cli.common.failures import fail
-        from sparsekv.cli.common.options import open_artifact
+        from sparsekv.cli.common.open_artifact import open_artifact
         from sparsekv.runtime.decoding.load import load_and_open
 
         torch.set_num_threads(threads)

@@ -24,7 +24,7 @@ from sparsekv.cli.answering.options import SamplingOptions, refuse_with_auto
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.method_options import note_small_budgets
-from sparsekv.cli.common.options import open_artifact
+from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.streams import flush_streams, outlive_reader
 from sparsekv.cli.serving.app import Api, Limits
