@@ -17,8 +17,8 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, Sampling, answer_room, question_ids
 from sparsekv.runtime.decoding.compiled import compile_steps, worth_compiling
-from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
+from sparsekv.runtime.decoding.lossless import DraftingEngine
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session, Turn
 

@@ -16,9 +16,9 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request
 from sparsekv.runtime.decoding.load import load_and_open
+from sparsekv.runtime.decoding.lossless import DraftingEngine
 from sparsekv.runtime.decoding.open import OpenIndex
 
 WORD = re.compile(r"[A-Za-z_]{6,}")

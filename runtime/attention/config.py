@@ -68,7 +68,7 @@ class DecodeConfig:
         dense_layers: number of the model's first layers that attend to all tokens, regardless of their budgets.
         dense_from: number of answers from which on a shared step attends to all tokens, because it is then faster.
             None: every step selects tokens.
-        lossless: the method only drafts tokens, which dense attention verifies; see `runtime.decoding.drafting`.
+        lossless: the method only drafts tokens, which dense attention verifies; see `runtime.decoding.lossless`.
         ahead: prefetch each step's rows, by a search with the previous step's query during the previous step.
         origin: source of the method and the budget, as text for the user, if the user did not choose them.
 

@@ -2,8 +2,8 @@
 
 The codes of all keys are scanned, or only the codes of the keys in the best clusters. With `replace`, the clusters'
 centroids, with fitted masses and values, represent the tokens that are not selected. One softmax covers selected tokens
-and centroids. `CodeEstimates` runs on any device, `CodeScan` and `QuestionScan` only on a GPU. The compiled step of a
-CPU is in `kernels.attention.cluster_step`.
+and centroids. `CodeEstimates` runs on any device, `CodeScan` and `QuestionScan` only on a GPU. On a CPU
+`kernels.attention.cluster_step` calls the compiled step, `kernels.attention.code_step_numba`.
 """
 
 import math

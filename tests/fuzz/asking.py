@@ -14,8 +14,8 @@ from sparsekv.runtime.attention.sparse_layer import appends, divides_questions
 from sparsekv.runtime.cache.kept_turns import KeptTurns, TurnStore
 from sparsekv.runtime.decoding.answer import Answer, Sampling, decoded, question_ids
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.decoding.drafting import LONGEST, DraftingEngine, Verification
 from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs, pack, why_alone
+from sparsekv.runtime.decoding.lossless import LONGEST, DraftingEngine, Verification
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.decoding.threads import exclusive

@@ -8,8 +8,8 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.choose_config import choose_config
-from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Request
+from sparsekv.runtime.decoding.lossless import DraftingEngine
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session
 from sparsekv.runtime.selection.interface import DENSE

@@ -17,9 +17,9 @@ from support.tiny_models import DIFFERENT
 from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own
 from sparsekv.runtime.attention.guard import Guard
-from sparsekv.runtime.decoding import drafting
 from sparsekv.runtime.decoding.answer import Answer, Sampling, question_ids
-from sparsekv.runtime.decoding.drafting import (
+from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs
+from sparsekv.runtime.decoding.lossless import (
     BY_METHOD,
     FROM_TEXT,
     HOPELESS,
@@ -29,7 +29,6 @@ from sparsekv.runtime.decoding.drafting import (
     Pace,
     SortedRuns,
 )
-from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.codes import Codes
 from sparsekv.runtime.methods.csattention import CSAttention
@@ -108,7 +107,7 @@ def test_answers_are_dense_attentions(
     if on_the_device:
         count_rows_on_the_device(monkeypatch)
     if in_place:
-        monkeypatch.setattr(drafting, "verifies_in_place", lambda cache: True)
+        monkeypatch.setattr("sparsekv.runtime.decoding.lossless.verifies_in_place", lambda cache: True)
     engine = _lossless(index, CONFIGS[name])
     found = _answers(engine, index, sampling)
     assert [one.ids for one in found] == [one.ids for one in dense]
@@ -132,7 +131,7 @@ def test_replayed_passes_read_the_rows_of_now_and_captures_are_no_measure(
     ]
     dense = [answer.ids for _, answer in Engine(index, index.dense_cache()).answers(asked)]
     capture_on_a_cpu(monkeypatch)
-    monkeypatch.setattr(drafting, "verifies_in_place", lambda cache: True)
+    monkeypatch.setattr("sparsekv.runtime.decoding.lossless.verifies_in_place", lambda cache: True)
     _draft_anything(monkeypatch, seed=len(name))
     plain, measured, captures, engine = Pace.add, list[bool](), list[int](), _lossless(index, CONFIGS[name])
 

@@ -5,10 +5,10 @@ from support.configs import LOSSLESS
 from support.small_index import INDEXERS, reopen, small_plan
 
 from sparsekv.indexing.build import build_index
-from sparsekv.runtime.decoding import drafting
+from sparsekv.runtime.decoding import lossless
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
-from sparsekv.runtime.decoding.drafting import DraftingEngine
 from sparsekv.runtime.decoding.engine import Engine, Request
+from sparsekv.runtime.decoding.lossless import DraftingEngine
 from sparsekv.runtime.decoding.open import OpenIndex
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def test_replayed_passes_give_dense_attentions_answers(
     on_gpu: OpenIndex, monkeypatch: pytest.MonkeyPatch, name: str, temperature: float
 ) -> None:
     """Answers are longer than the rows that are reserved at first, and one engine answers question after question."""
-    monkeypatch.setattr(drafting, "AGAIN", 1)  # on a busy machine, measured paces could leave out all drafts
+    monkeypatch.setattr(lossless, "AGAIN", 1)  # on a busy machine, measured paces could leave out all drafts
     sampling = Sampling(max_new_tokens=300, temperature=temperature, seed=5)
     requests = [Request(question_ids(on_gpu, question), sampling) for question in QUESTIONS]
     dense = [answer.ids for _, answer in Engine(on_gpu, on_gpu.dense_cache()).answers(requests)]
