@@ -241,7 +241,7 @@ def _last_shared_state(build: Build, earlier: EarlierIndex, positions: torch.Ten
 
 
 def _fits(build: Build, base: Manifest) -> bool:
-    """Whether the rows of a build may follow the rows of an index.
+    """Whether a build may keep the index's rows and add its own after them.
 
     Both must have the same settings, rows of an int8 index must satisfy `_continues_int8`, and RoPE must not depend on
     the length of the prompt.
@@ -256,7 +256,7 @@ def _fits(build: Build, base: Manifest) -> bool:
 
 
 def _continues_int8(build: Build, base: Manifest) -> bool:
-    """Whether new rows may follow the rows of an int8 index.
+    """Whether a build may keep the rows of an int8 index and add its own after them.
 
     The index must be in this version's int8 format. The build must store int8 itself, because otherwise rounded rows
     would be taken for unquantised rows. Its prefill must be dense, because a sparse prefill would select other tokens

@@ -207,9 +207,9 @@ class AnswersFile:
         raise UsageError(f"--resume {self.file}: line {number} was answered {other}; {remedy}")
 
     def check_eos_tokens(self, tokens: list[int]) -> None:
-        """Raise UsageError if the answer of a line could end at other EOS tokens than these.
+        """Raise UsageError if an answer of the resumed file was decoded with other EOS tokens than `tokens`.
 
-        Lines that an earlier version wrote do not have them.
+        Lines without a record of them, which an earlier version wrote, pass.
         """
         for number, line in enumerate(self.lines, 1):
             before = _setting(json.loads(line), "eos_tokens", tokens)

@@ -219,7 +219,7 @@ def _listening(path: str) -> Iterator[socket.socket]:
 
 
 def _refuse_replacing(path: str, fresh: str) -> None:
-    """Raise UsageError and remove the fresh socket if another file was made at a path meanwhile."""
+    """Raise UsageError and remove our new socket if another file has appeared at `path` since it was checked."""
     try:
         refuse_occupied(path)
     except UsageError:

@@ -34,7 +34,8 @@ LEGEND = (
     "recall: share of the oracle's tokens that were selected.",
     "attention mass: share of the attention on the document that the selected tokens get.",
     "output error: relative error of attention's output.",
-    "kv fraction: what is read of the document's keys and values in {dtype}, index included.",
+    "kv fraction: rows read per step, index included, as a share of dense attention's; rows are keys and values in "
+    "{dtype}.",
     "missed: share of all attention on tokens that were not selected.",
 )
 OPTIONAL = {

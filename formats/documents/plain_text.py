@@ -46,7 +46,7 @@ class EncodedText:
     starts: list[int] = field(default_factory=list)
 
     def first(self, tokens: int) -> "EncodedText":
-        """Return the first `tokens` tokens, with the `plain` of the whole text."""
+        """Return the first `tokens` tokens; `plain` still counts the control tokens of the whole text."""
         return EncodedText(self.ids[:tokens], self.plain, self.starts[:tokens])
 
 

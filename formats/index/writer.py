@@ -324,7 +324,10 @@ class ArtifactWriter(BuildFolder):
         return self._seal(manifest.model_copy(update={"files": self.files}))
 
     def _whole_recipe(self, recipe: str, of: Sequence[str]) -> str:
-        """Add the checksums of the files `of` to a recipe. Waits until these files are on disk."""
+        """Return a recipe extended by the checksums of the files that it is made from, `of`.
+
+        Waits until these files are on disk.
+        """
         return hash_json([recipe, {name: self._made[name].result().sha256 for name in of}]) if of else recipe
 
     def _begin(self, name: str, recipe: str) -> UnfinishedFile:

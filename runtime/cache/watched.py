@@ -32,7 +32,7 @@ class WatchedQueries:
         self._channels, self._newest = edges[-1], torch.empty(0)
 
     def write(self, call: AttentionCall, last: torch.Tensor | slice) -> None:
-        """Store the queries of the tokens `last` [B] of a layer's attention call, one token for each of B sequences.
+        """Store the queries of the tokens at the places `last` [B] of a layer's attention call, one for each sequence.
 
         Does nothing for a layer without retrieval heads.
         """

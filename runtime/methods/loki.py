@@ -24,7 +24,8 @@ class Loki(Method):
     dims: int = field(
         default=16,
         metadata={
-            "help": "Number of principal components of each head's keys that are read to rank them, at most all."
+            "help": "Number of principal components of a head's keys by which tokens are ranked; at most the head's "
+            "channels."
         },
     )
 

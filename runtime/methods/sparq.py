@@ -41,7 +41,8 @@ class SparQ(Method):
     """Ranks all keys by a few of their channels."""
 
     channels: int = field(
-        default=16, metadata={"help": "Number of channels of each head's keys that are read to rank them, at most all."}
+        default=16,
+        metadata={"help": "Number of channels of a head's keys by which tokens are ranked; at most all of them."},
     )
     mean_value: bool = field(
         default=False,

@@ -58,11 +58,11 @@ def _joined(each: list[QueryBlock]) -> QueryBlock:
 class _QuestionRecorder:
     """Runs questions with dense attention and records the queries and the new keys and values of each layer.
 
-    With `but`, only the query of the token that has `but` tokens after it is recorded.
+    If `tokens_after` is set, only the query with this many tokens after it is recorded.
     """
 
     index: OpenIndex
-    but: int | None = None
+    tokens_after: int | None = None
     blocks: dict[int, list[QueryBlock]] = field(default_factory=dict)
 
     def record(self, question: torch.Tensor) -> None:
@@ -73,8 +73,8 @@ class _QuestionRecorder:
             visible = self.index.split.tail + torch.arange(len(question)) + 1
             sinks = None if call.sink_logits is None else call.sink_logits.detach().cpu()
             block = QueryBlock(call.query.cpu(), call.keys.cpu(), call.values.cpu(), visible, sinks)
-            if self.but is not None:
-                at = len(question) - 1 - self.but
+            if self.tokens_after is not None:
+                at = len(question) - 1 - self.tokens_after
                 nothing = block.keys[:, :0], block.values[:, :0]
                 # `visible` still counts the question's own tokens, because the query's position follows from it.
                 block = QueryBlock(block.queries[:, at : at + 1], *nothing, visible[at : at + 1], sinks)

@@ -197,7 +197,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Further inputs of a single query's selection. Kernels then read the selected rows without a copy.
+    """Further inputs of a single query's selection. If they are given, kernels read the selected rows without a copy.
 
     Attributes:
         counter: [Hk] int64 on the query's device. Selection kernels may add counts that the host does not know; each
