@@ -320,13 +320,16 @@ def open_index(
     The other arguments are as in `load_and_open`. Also raises the errors of `load_and_open`.
 
     Raises:
-        UsageError: `folder` is a file, `model` has a wrong type, or an argument has no effect on a model that is loaded
-            already.
+        UsageError: `folder` is a file, `folder` or `model` has a wrong type, or an argument has no effect on a model
+            that is loaded already.
         IdentityError: the index does not belong to the model.
     """
+    given: Any = folder
+    if not isinstance(given, str | Path):
+        raise UsageError(f"folder is a {type(folder).__name__}: give the index's folder")
     if Path(folder).is_file():
         raise UsageError(f"{folder} {no_folder(Path(folder))}")
-    given: Any = model
+    given = model
     if not isinstance(given, str | Path | Index | None):
         raise UsageError(f"model is a {type(model).__name__}: give a folder, a hub id or an open index")
     if isinstance(model, Index):

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -140,8 +142,10 @@ class Request:
 
     def __post_init__(self) -> None:
         assert not (self.sources and self.prefilled)
-        if type(self.sources) is not int or not 0 <= self.sources <= MOST_SOURCES:
-            raise UsageError(f"sources is {self.sources!r}: give a whole number up to {MOST_SOURCES}")
+        sources: Any = self.sources
+        whole = isinstance(sources, Integral) and not isinstance(sources, bool)
+        if not whole or not 0 <= sources <= MOST_SOURCES:
+            raise UsageError(f"sources is {sources!r}: give a whole number up to {MOST_SOURCES}")
         for name, given in {"on_text": self.on_text, "stop": self.stop, "on_token": self.on_token}.items():
             if given is not None and not callable(given):
                 raise UsageError(f"{name} is {given!r}: give a function")

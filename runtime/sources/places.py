@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -320,20 +320,23 @@ class Places:
         return Text(path, start, stop, start, line)
 
     def sources(self, shares: torch.Tensor, most: int) -> list[Source]:
-        """Return up to `most` sources by descending score: the sum of the attention shares [N] of a source's tokens."""
+        """Return up to `most` sources by descending score: the sum of the attention shares [N] of a source's tokens.
+
+        Passages of white space alone, such as blank lines at a text's beginning, are left out.
+        """
         left = torch.zeros(len(shares), dtype=torch.float64)
         for one in self.texts:
             left[one.start : one.stop] = shares[one.start : one.stop]
-        found = [self._source(*passage) for passage in self._passages(left, most)]
-        return sorted(found, key=lambda one: -one.score)
+        found = (self._source(*passage) for passage in self._passages(left))
+        return sorted(islice((one for one in found if one.text), most), key=lambda one: -one.score)
 
-    def _passages(self, left: torch.Tensor, most: int) -> Iterator[tuple[Text, int, int, float]]:
-        """Yield up to `most` passages that share no tokens, as (text, start, stop, score).
+    def _passages(self, left: torch.Tensor) -> Iterator[tuple[Text, int, int, float]]:
+        """Yield passages that share no tokens, as (text, start, stop, score), until no token has a share.
 
         Overwrites the shares `left` [N], which must be zero outside the texts.
         """
         sums, taken = _sums(left), list[tuple[int, int]]()
-        for _ in range(most):
+        while True:
             best = int(sums.argmax())
             centre = best + int(left[best : best + LONGEST].argmax())
             if not left[centre] > 0:

@@ -102,6 +102,12 @@ def test_a_text_in_the_place_of_an_index_is_told(folder: Path) -> None:
         api.open_index(folder / "doc.txt")
 
 
+@pytest.mark.parametrize("folder", [None, 3, b"doc.skv"])
+def test_an_index_of_another_type_is_told(folder: object) -> None:
+    with pytest.raises(UsageError, match=r"folder is a (NoneType|int|bytes): give the index's folder"):
+        api.open_index(folder)  # type: ignore[arg-type]  # that is the point
+
+
 def test_arguments_of_a_report_may_be_iterators(index: api.Index) -> None:
     expected = index.recall_report(["window", "quest"], ["10%"], by=["layer"], questions=[QUESTION])
     given: list[Any] = [np.array(["window", "quest"]), iter(["10%"])]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.small_index import build_small, reopen, small_plan
@@ -115,6 +116,23 @@ def test_heads_that_attend_to_no_repeated_token_count_alike() -> None:
 def test_a_number_of_sources_is_checked(index: OpenIndex, sources: int) -> None:
     with pytest.raises(UsageError, match="give a whole number up to 64"):
         Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=sources)
+
+
+def test_a_number_of_sources_may_be_numpys(index: OpenIndex) -> None:
+    asker = Session.open(index, DecodeConfig(Dense()))
+    assert asker.ask(QUESTION, ANSWER, sources=np.int64(2)).sources == asker.ask(QUESTION, ANSWER, sources=2).sources
+
+
+def test_white_space_alone_is_no_source(tmp_path: Path) -> None:
+    """Blank lines at a text's beginning, to which most attention goes here, take no place in the list either."""
+    text = "\n\n\n" + "One is here.\n" * 9
+    index = build_small(tmp_path / "blank.skv", prompt=encode_prompt(tiny_tokenizer(None), text))
+    shares = torch.zeros(len(index.input_ids), dtype=torch.float64)
+    shares[:3], shares[10] = 0.3, 0.01
+    (source,) = Places(index.artifact, index.tokenizer).sources(shares, 1)
+    assert (source.text, source.lines) == ("One is here.", (4, 4))
+    shares[10] = 0
+    assert Places(index.artifact, index.tokenizer).sources(shares, 1) == []
 
 
 @pytest.mark.thinned
