@@ -88,7 +88,6 @@ class BuildFolder:
 
     def __enter__(self) -> Self:
         with self._writing():
-            self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._folder = Folder(self.folder)
             refuse_foreign(self._folder)
@@ -96,18 +95,9 @@ class BuildFolder:
         try:
             self._recover()
         except BaseException:
-            self._leave()
+            self._lock.release()
             raise
         return self
-
-    def _leave(self) -> None:
-        """Release the lock. Before that, remove a folder that this build has made and written nothing to."""
-        with suppress(OSError):
-            if self._is_new and set(self._folder.names()) <= {LOCK, MARKER}:
-                for name in (MARKER, LOCK):
-                    (self.folder / name).unlink(missing_ok=True)
-                self.folder.rmdir()
-        self._lock.release()
 
     @property
     def notes(self) -> dict[str, Any]:
