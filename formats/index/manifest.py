@@ -95,6 +95,21 @@ def is_over_exact(manifest: Manifest) -> bool:
     return manifest.kv_storage is not None and manifest.kv_storage.exact_probe
 
 
+def why_logits_differ(manifest: Manifest) -> str:
+    """Return the possible causes of logits that differ from the stored ones, and the model to use instead.
+
+    `convert` runs no model, so it does not notice a model whose logits int8 storage changes too much.
+    """
+    over_exact = is_over_exact(manifest)
+    rounding = "int8 storage changes this model's logits too much, or " if over_exact else ""
+    states = ", or other states" if manifest.states else ""
+    unrounded = "use the index that was converted, or " if over_exact else "use "
+    return (
+        f"{rounding}the model has other weights{states}, or masks other tokens, than the model of the index: "
+        f"{unrounded}the model that the index was built with (--model {manifest.model.id})"
+    )
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)

@@ -22,6 +22,7 @@ from sparsekv.formats.index.manifest import (
     is_over_exact,
     probe_tolerance,
     top_logits,
+    why_logits_differ,
 )
 from sparsekv.formats.index.schema import CanaryToken, KVDtype, Manifest, Probe
 from sparsekv.formats.models.quantised import checkpoint_of
@@ -323,10 +324,7 @@ def compare_canary(
                 f"the canary (logits of token {at:,} over the stored context)",
                 f"{token.logits[0]:.4f} at its top",
                 f"{off:.1%} away",
-                (
-                    "the model has other weights, or masks other tokens, than the model of the index: use the model "
-                    f"that the index was built with (--model {manifest.model.id}), or {REBUILD}"
-                ),
+                f"{why_logits_differ(manifest)}, or {REBUILD}",
             )
 
 

@@ -15,7 +15,13 @@ from sparsekv.formats.device import MemoryPlan, device_memory, model_bytes
 from sparsekv.formats.errors import REBUILD, ArtifactError, IdentityError, SparsekvError
 from sparsekv.formats.index.context_rows import Int8Stored, row_bytes
 from sparsekv.formats.index.identity import check_model, check_tokenizer
-from sparsekv.formats.index.manifest import ROW_TOLERANCE, difference, is_over_exact, probe_tolerance
+from sparsekv.formats.index.manifest import (
+    ROW_TOLERANCE,
+    difference,
+    is_over_exact,
+    probe_tolerance,
+    why_logits_differ,
+)
 from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, TokenizerIdentity, state_file
 from sparsekv.formats.models.load import LoadedModel
@@ -144,19 +150,13 @@ def behind_zeros(pair: RowPair, first: int) -> RowPair:
 
 
 def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityError:
-    states = ", or other states" if manifest.states else ""
-    # `convert` runs no model, so it does not notice a model whose logits int8 storage changes too much.
-    over_exact = is_over_exact(manifest)
-    rounding = "int8 storage changes this model's logits too much, or " if over_exact else ""
-    unrounded = "use the index that was converted, or " if over_exact else "use "
     return IdentityError(
         f"the probe ({part} of the last prompt token over the stored context)",
         stored,
         found,
         (
-            f"{rounding}the model has other weights{states}, or masks other tokens, than the model of the index: "
-            f"{unrounded}the model that the index was built with (--model {manifest.model.id}) or build the index "
-            "again for this one; damaged keys and values look the same, and `sparsekv inspect --verify` finds them"
+            f"{why_logits_differ(manifest)} or build the index again for this one; "
+            "damaged keys and values look the same, and `sparsekv inspect --verify` finds them"
         ),
     )
 

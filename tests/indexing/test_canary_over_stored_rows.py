@@ -31,6 +31,7 @@ from sparsekv.formats.index.schema import MANIFEST, Manifest
 from sparsekv.formats.models.load import identify
 from sparsekv.indexing.append import adding_plan, encode_addition, growing_plan
 from sparsekv.indexing.build import build_index
+from sparsekv.indexing.convert import convert_index
 from sparsekv.indexing.plan import BuildPlan
 from sparsekv.indexing.prefill.prefills import KeyDiffPrefill
 
@@ -78,6 +79,17 @@ def test_rows_are_taken_over_for_the_model_that_made_them_alone(tmp_path: Path, 
     grown = build_index(GROWN[grow](tmp_path / "doc.skv", plan), tmp_path / "doc.skv")
     assert grown.split.tokens > index.split.tokens
     assert len(grown.canary) == 3
+
+
+def test_int8_is_a_reason_for_another_canary_over_a_converted_index(tmp_path: Path) -> None:
+    index = build_small(tmp_path / "doc.skv")
+    convert_index(index.artifact, "int8", tmp_path / "int8.skv", torch.device("cpu"), lambda *_: None)
+    fields = read_fields(tmp_path / "int8.skv")
+    fields["canary"][1] |= {"token_ids": [0], "logits": [123.0]}
+    seal(tmp_path / "int8.skv", fields)
+    told = r"the canary .*; int8 storage changes this model's logits too much, or .*use the index that was converted"
+    with pytest.raises(IdentityError, match=told):
+        build_index(_longer(tmp_path / "int8.skv", small_plan(kv_dtype="int8")), tmp_path / "int8.skv")
 
 
 @pytest.mark.parametrize("ids", [[10**6], [0]], ids=["unknown-token", "another"])
