@@ -36,6 +36,17 @@ def test_help_waits_for_no_module_that_only_documents_need() -> None:
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+def test_help_waits_for_transformers_only_where_a_step_is_timed() -> None:
+    """Modules of commands are imported for `--help`; transformers takes as long to import as all else together."""
+    check = (
+        "import sys, importlib, sparsekv.cli.app as app\n"
+        "for name in sorted(app.COMMANDS.keys() - {'bench', 'bench-model'}):\n"
+        "    importlib.import_module('sparsekv.cli.' + name.replace('-', '_'))\n"
+        "    assert 'transformers' not in sys.modules, name"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
 def test_the_repository_is_imported_under_one_name() -> None:
     """Pytest would import the root's `__init__.py` under the checkout's name, if it took the root for a package."""
     root = Path(sparsekv.__file__).parent.resolve()

@@ -35,12 +35,12 @@ from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, index
 from sparsekv.indexing.prefill.prefills import prefills
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, Own
 from sparsekv.runtime.decoding.choose_config import refuse_beside_dense, refuse_residual
-from sparsekv.runtime.evaluation.engine import first_dense
 from sparsekv.runtime.evaluation.inputs import Inputs, unread_options
-from sparsekv.runtime.evaluation.published import FORMATS
-from sparsekv.runtime.evaluation.tasks import tasks
 from sparsekv.runtime.selection.interface import DENSE, Method, methods
 from sparsekv.runtime.selection.registry import choose_methods
+from sparsekv.runtime.selection.token_choice import first_dense
+from sparsekv.runtime.tasks.interface import tasks
+from sparsekv.runtime.tasks.published import FORMATS
 
 DEFAULT_BUDGETS = ["0.05", "0.1"]
 BUILDING = {f"the index of {name}": indexer for name, indexer in indexers().items()} | {

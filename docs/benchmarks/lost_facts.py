@@ -30,7 +30,7 @@ from sparsekv.indexing.indexers.cluster_indexer import kmeans
 from sparsekv.kernels.kmeans.hierarchy import single_out
 from sparsekv.kernels.kmeans.kmeans import cluster_means, to_space
 from sparsekv.kernels.scores.logits import attention_logits, cluster_scores
-from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task
+from sparsekv.runtime.tasks.interface import Context, Request, choose_task
 
 TOKENS, CHUNK, SINKS, ITERATIONS, SEED = 4096, 1024, 4, 10, 0
 SHARE, HEAVY = 0.05, 0.1

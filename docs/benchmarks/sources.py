@@ -23,8 +23,8 @@ from sparsekv.runtime.decoding.answer import Answer, Sampling
 from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.decoding.session import Session
-from sparsekv.runtime.evaluation.tasks import Context, Request, choose_task
 from sparsekv.runtime.sources.places import token_texts
+from sparsekv.runtime.tasks.interface import Context, Request, choose_task
 
 QUESTIONS, SOURCES, METHODS = 10, 3, ("dense", "codes")
 TIMED = 1

@@ -1,1 +1,1 @@
-"""Evaluation: tasks with known answers, their metrics, and confidence intervals of differences between methods."""
+"""Evaluation: answers by each method to the questions of tasks, and confidence intervals of their differences."""

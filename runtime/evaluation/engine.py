@@ -41,12 +41,12 @@ from sparsekv.runtime.decoding.engine import (
 )
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.perplexity import perplexity
-from sparsekv.runtime.evaluation.metrics import METRICS
 from sparsekv.runtime.evaluation.table import Answers, Result, ScoredAnswer, Variant
-from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.checked import code_of
 from sparsekv.runtime.selection.interface import DENSE, Budget, Method, MethodSpec
-from sparsekv.runtime.selection.token_choice import LayerSharing
+from sparsekv.runtime.selection.token_choice import first_dense
+from sparsekv.runtime.tasks.interface import Context, Question
+from sparsekv.runtime.tasks.metrics import METRICS
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, the number of its steps done, and their total."""
@@ -214,12 +214,6 @@ def _said(question: Question) -> str:
     """Return the answer that later turns show: all expected strings if the metric requires each, or else the first."""
     answers = question.answers if METRICS[question.metric].every else question.answers[:1]
     return f"{' ' if question.prefix else ''}{', '.join(answers)}"
-
-
-def first_dense(method: Method | None, layers: int) -> int:
-    """Return the number of first layers that `--dense-layers` makes dense: `layers`, or 0 for dense attention (None)
-    and for methods that have dense layers of their own."""
-    return 0 if method is None or isinstance(method, LayerSharing) else layers
 
 
 def check_room(comparison: Comparison, contexts: list[Context]) -> None:

@@ -3,16 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.documents.document_hints import eval_hint
 from sparsekv.formats.errors import UsageError, with_ending
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import MANIFEST
-from sparsekv.runtime.evaluation.engine import Comparison
-from sparsekv.runtime.evaluation.metrics import METRICS
-from sparsekv.runtime.evaluation.published import cut_note, read_pairs, read_published, shorten
-from sparsekv.runtime.evaluation.tasks import Context, Question, Request, choose_task, in_turns, tasks
+from sparsekv.runtime.tasks.interface import Context, Question, Request, choose_task, in_turns, tasks
+from sparsekv.runtime.tasks.metrics import METRICS
+from sparsekv.runtime.tasks.published import cut_note, read_pairs, read_published, shorten
+
+if TYPE_CHECKING:  # the module imports transformers, for which --help does not wait
+    from sparsekv.runtime.evaluation.engine import Comparison
 
 GENERATED = "generated"
 """Name of the document and of the work folder if all contexts are generated without a text."""
@@ -141,7 +144,7 @@ def work_folder(document: str | None, data: str | None, given: Path | None) -> P
     return given or with_ending(Path(name), ".eval")
 
 
-def read_contexts(inputs: Inputs, comparison: Comparison) -> list[Context]:
+def read_contexts(inputs: Inputs, comparison: "Comparison") -> list[Context]:
     """Generate the contexts of all tasks at all lengths, or return the first published contexts of each task.
 
     Published contexts that are too long are shortened. Without `lengths`, contexts are generated at DEFAULT_LENGTH.
@@ -177,7 +180,7 @@ def _asked(context: Context, inputs: Inputs) -> Context:
     return in_turns(context) if inputs.turns else context
 
 
-def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
+def cut_notes(inputs: Inputs, comparison: "Comparison", contexts: Sequence[Context]) -> list[str]:
     """Return lines about the contexts that are not the whole input text.
 
     There is a line for each context that has the user's own questions, or one line about all published contexts.
@@ -193,7 +196,7 @@ def cut_notes(inputs: Inputs, comparison: Comparison, contexts: Sequence[Context
     return [line for context in asked if (line := cut_note(context, request, inputs.name))]
 
 
-def answer_notes(comparison: Comparison, contexts: Sequence[Context]) -> list[str]:
+def answer_notes(comparison: "Comparison", contexts: Sequence[Context]) -> list[str]:
     """Return a line about expected answers to the user's questions that exceed the default length of an answer, if any.
 
     F1 then scores the beginning of an answer against all of an expected answer.
@@ -215,7 +218,7 @@ def _first_of_each_task(published: Sequence[Context], contexts: int) -> list[Con
     return [context for some in taken.values() for context in some[:contexts]]
 
 
-def _fit(context: Context, inputs: Inputs, comparison: Comparison) -> Context:
+def _fit(context: Context, inputs: Inputs, comparison: "Comparison") -> Context:
     """Cut out a context's middle if the context exceeds the requested length or does not fit the model.
 
     Raises:

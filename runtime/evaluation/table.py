@@ -15,9 +15,9 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.evaluation.metrics import METRICS
-from sparsekv.runtime.evaluation.tasks import Context, Question
 from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.tasks.interface import Context, Question
+from sparsekv.runtime.tasks.metrics import METRICS
 
 Scores = Sequence[Sequence[float]]
 """Scores by context, then by question."""

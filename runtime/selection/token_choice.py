@@ -220,3 +220,9 @@ def top_tokens(scores: torch.Tensor, tokens: int, index_rows: torch.Tensor | flo
     """
     starts = best_tokens(scores, tokens)
     return Selection(single_rows(starts), Cost(index_rows))
+
+
+def first_dense(method: Method | None, layers: int) -> int:
+    """Return the number of first layers that `--dense-layers` makes dense: `layers`, or 0 for dense attention (None)
+    and for methods that have dense layers of their own."""
+    return 0 if method is None or isinstance(method, LayerSharing) else layers

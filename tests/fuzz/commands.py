@@ -21,8 +21,8 @@ from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.load import load_and_open
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Conversation
-from sparsekv.runtime.evaluation.engine import first_dense
 from sparsekv.runtime.selection.interface import DENSE, Budget, methods
+from sparsekv.runtime.selection.token_choice import first_dense
 
 from .case import draw_budget
 from .deeds import deed

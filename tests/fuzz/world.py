@@ -28,8 +28,8 @@ from sparsekv.runtime.decoding.choose_config import choose_config
 from sparsekv.runtime.decoding.load import with_weights
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.session import Session
-from sparsekv.runtime.evaluation.engine import first_dense
 from sparsekv.runtime.selection.interface import DENSE, MethodSpec
+from sparsekv.runtime.selection.token_choice import first_dense
 
 from .case import Case, from_options
 from .models import model_of, positions_of, tokenizer_of

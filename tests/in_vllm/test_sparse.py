@@ -12,7 +12,7 @@ from support.python_help import DOCUMENT
 from support.vllm_engine import Engine, Reply, engine
 from support.vllm_library import Library
 
-from sparsekv.runtime.evaluation.tasks import Question, Request, tasks
+from sparsekv.runtime.tasks.interface import Question, Request, tasks
 
 pytestmark = pytest.mark.vllm
 

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from sparsekv.runtime.evaluation.tasks import Request
+from sparsekv.runtime.tasks.interface import Request
 
 from .python_help import BY_NAME
 

@@ -54,6 +54,7 @@ ROOMS = (
     "runtime/reporting",
     "runtime/tracing",
     "runtime/tuning",
+    "runtime/tasks",
     "runtime/evaluation",
     "runtime/benchmark",
     "runtime",

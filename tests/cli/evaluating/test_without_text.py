@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.command import run_here
 
-from sparsekv.runtime.evaluation.tasks import tasks
+from sparsekv.runtime.tasks.interface import tasks
 
 GENERATED = [name for name, task in tasks().items() if not task.needs_text]
 ASK = ("--model", "model", "--method", "dense", "--contexts", "1", "--max-new-tokens", "1", "-q")

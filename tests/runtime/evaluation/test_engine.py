@@ -22,8 +22,8 @@ from sparsekv.runtime.decoding.open import open_index
 from sparsekv.runtime.evaluation import engine
 from sparsekv.runtime.evaluation.engine import INDICES, Comparison, evaluate
 from sparsekv.runtime.evaluation.table import Result
-from sparsekv.runtime.evaluation.tasks import Context, Question, in_turns
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, methods
+from sparsekv.runtime.tasks.interface import Context, Question, in_turns
 
 LONGEST = 6
 TEXTS = ("What is an expression?", "Why?", "Which statement raises an exception?")

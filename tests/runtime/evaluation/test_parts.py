@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sparsekv.runtime.evaluation.engine import Parts
 from sparsekv.runtime.evaluation.table import Answers, ScoredAnswer
-from sparsekv.runtime.evaluation.tasks import Context
+from sparsekv.runtime.tasks.interface import Context
 
 ONE, TWO = Context("niah", "one", "a text", ()), Context("niah", "two", "a text", ())
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from sparsekv.runtime.evaluation.table import Result, ScoredAnswer, Variant, cells, expecting_dense, rows
-from sparsekv.runtime.evaluation.tasks import Context, Question, in_turns
 from sparsekv.runtime.selection.interface import Budget
+from sparsekv.runtime.tasks.interface import Context, Question, in_turns
 
 DENSE, QUEST = Variant("dense", "dense"), Variant("dense", "quest", "", Budget(0.05))
 

@@ -12,7 +12,7 @@ from itertools import chain, takewhile
 
 from rapidfuzz import fuzz
 
-from sparsekv.runtime.evaluation.tasks import Question
+from sparsekv.runtime.tasks.interface import Question
 
 ScoreFunction = Callable[[str, Question], float]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sparsekv.runtime.evaluation.metrics import METRICS, normalise
-from sparsekv.runtime.evaluation.tasks import Question
+from sparsekv.runtime.tasks.interface import Question
+from sparsekv.runtime.tasks.metrics import METRICS, normalise
 
 
 def _score(metric: str, answer: str, *expected: str, classes: tuple[str, ...] = ()) -> float:

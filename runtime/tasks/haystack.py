@@ -13,7 +13,7 @@ from typing import ClassVar
 from uuid import UUID
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.tasks import Context, CountTokens, DrawnTask, Question, Request, tasks
+from sparsekv.runtime.tasks.interface import Context, CountTokens, DrawnTask, Question, Request, tasks
 
 ADJECTIVES = re.findall(
     r"\w+",

@@ -142,7 +142,7 @@ class DrawnTask(Task):
         """Draw context `number`, counted from 0. Raises the errors of `make`."""
 
 
-tasks: Registry[Task] = Registry("task", "sparsekv.runtime.evaluation")
+tasks: Registry[Task] = Registry("task", "sparsekv.runtime.tasks")
 
 
 def choose_task(name: str) -> Task:

@@ -10,9 +10,9 @@ import pytest
 from support.eval_tasks import count_words
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.metrics import METRICS
-from sparsekv.runtime.evaluation.published import DATASETS, read_pairs, read_published, shorten
-from sparsekv.runtime.evaluation.tasks import Context
+from sparsekv.runtime.tasks.interface import Context
+from sparsekv.runtime.tasks.metrics import METRICS
+from sparsekv.runtime.tasks.published import DATASETS, read_pairs, read_published, shorten
 
 LONGBENCH = {
     "input": "Who sat?",

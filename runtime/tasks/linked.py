@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import ClassVar
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.haystack import TOKENS_A_VALUE, depth_of, hide, rotated, sentences
-from sparsekv.runtime.evaluation.tasks import Context, DrawnTask, Question, Request, tasks
+from sparsekv.runtime.tasks.haystack import TOKENS_A_VALUE, depth_of, hide, rotated, sentences
+from sparsekv.runtime.tasks.interface import Context, DrawnTask, Question, Request, tasks
 
 NAMES = re.findall(
     r"\w+",

@@ -7,8 +7,8 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.haystack import ADJECTIVES, NOUNS, TOKENS_A_UUID, coined, fill, nearest, uuids
-from sparsekv.runtime.evaluation.tasks import Context, DrawnTask, Question, Request, tasks
+from sparsekv.runtime.tasks.haystack import ADJECTIVES, NOUNS, TOKENS_A_UUID, coined, fill, nearest, uuids
+from sparsekv.runtime.tasks.interface import Context, DrawnTask, Question, Request, tasks
 
 LEAST_ITEM = 4
 """Fewest tokens of an item in any tokenizer."""

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from sparsekv.formats.documents.document import decode_text, read_bytes
 from sparsekv.formats.errors import SparsekvError, UsageError, check_choice
-from sparsekv.runtime.evaluation.haystack import depth_of, fill, largest
-from sparsekv.runtime.evaluation.metrics import normalise
-from sparsekv.runtime.evaluation.tasks import Context, CountTokens, DrawnTask, Question, Request, Task, tasks
+from sparsekv.runtime.tasks.haystack import depth_of, fill, largest
+from sparsekv.runtime.tasks.interface import Context, CountTokens, DrawnTask, Question, Request, Task, tasks
+from sparsekv.runtime.tasks.metrics import normalise
 
 _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.eval_tasks import count_words, request
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.linked import CABINETS, LINKS, NAMES, PLACES, LinkedFacts, MultiHop
-from sparsekv.runtime.evaluation.tasks import Context, tasks
+from sparsekv.runtime.tasks.interface import Context, tasks
+from sparsekv.runtime.tasks.linked import CABINETS, LINKS, NAMES, PLACES, LinkedFacts, MultiHop
 
 LINKED = [name for name, task in tasks().items() if isinstance(task, LinkedFacts)]
 LINK_OF = {needle.replace("{name}", "()"): link for link, needles in LINKS.items() for needle in needles}

@@ -12,12 +12,12 @@ from support.eval_tasks import PAIRS, count_words, request
 from support.python_help import BY_NAME
 
 from sparsekv.formats.errors import UsageError
-from sparsekv.runtime.evaluation.haystack import Needles, NeedlesAlone, nearest
-from sparsekv.runtime.evaluation.linked import LinkedFacts
-from sparsekv.runtime.evaluation.metrics import METRICS
-from sparsekv.runtime.evaluation.published import cut_note
-from sparsekv.runtime.evaluation.scbench import ItemList
-from sparsekv.runtime.evaluation.tasks import Context, tasks
+from sparsekv.runtime.tasks.haystack import Needles, NeedlesAlone, nearest
+from sparsekv.runtime.tasks.interface import Context, tasks
+from sparsekv.runtime.tasks.linked import LinkedFacts
+from sparsekv.runtime.tasks.metrics import METRICS
+from sparsekv.runtime.tasks.published import cut_note
+from sparsekv.runtime.tasks.scbench import ItemList
 
 NEEDLES = [name for name, task in tasks().items() if isinstance(task, Needles)]
 ALONE = [name for name, task in tasks().items() if isinstance(task, NeedlesAlone)]
