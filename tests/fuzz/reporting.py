@@ -21,7 +21,7 @@ from .world import World, files_of, stored_rows
 APART = 1e-3
 """The largest difference of shares and of errors, which are of the order of 1, from those in float64."""
 FAINT = 1e-30
-"""Probabilities below it are not told apart in float32."""
+"""Probabilities below it are not told apart in float32, nor are outputs, where learned sinks have the attention."""
 
 
 class Truth:
@@ -62,7 +62,8 @@ class Truth:
         attended = torch.ones(chosen.shape[0], 1, chosen.shape[1], self.logits.shape[-1], dtype=torch.bool)
         attended[..., self.middle] = chosen[:, None]
         whole, kept = self.probability.sum(-1), (self.probability * chosen).sum(-1)
-        apart = (self.of(attended) - self.output).norm(dim=-1) / self.output.norm(dim=-1)
+        size = self.output.norm(dim=-1)
+        apart = (self.of(attended) - self.output).norm(dim=-1) / size.where(size > FAINT, torch.nan)
         return {
             "attention_mass": (kept / whole.where(whole > FAINT, torch.nan)).mean(1),
             "missed_mass": (whole - kept).mean(1),
