@@ -12,9 +12,8 @@ from sparsekv.cli.common.options import JsonOption, QuietOption
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.tables import show_fitting
 from sparsekv.cli.configuring.sources import Command
-from sparsekv.formats.models.find import EMBEDDED
-from sparsekv.formats.models.load import known_models
-from sparsekv.formats.models.load import pull as fetch
+from sparsekv.formats.models.find import EMBEDDED, known_models
+from sparsekv.formats.models.find import pull as fetch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, help="List the built-in models, and download models.")
 

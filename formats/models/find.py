@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from sparsekv.formats.checksums import hash_file
@@ -333,3 +334,51 @@ def named_path(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError:  # ~user of an unknown user
         return Path(name)
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that is available without the hub.
+
+    Attributes:
+        folder: the folder of the model in the cache, whether it exists or not.
+        cached: whether the model is in the cache.
+        bytes: the model's size on disk; 0 if the model is not in the cache.
+    """
+
+    name: str
+    description: str
+    licence: str
+    folder: Path
+    cached: bool
+    bytes: int
+
+
+def known_models() -> list[KnownModel]:
+    """Return the models that are available without the hub: only the embedded model."""
+    folder = embedded_path()
+    cached = not damaged_files(folder, full=False)
+    return [
+        KnownModel(
+            name=EMBEDDED,
+            description="SmolLM2-135M-Instruct: 30 layers, 9 query heads on 3 KV heads, 8,192 positions",
+            licence="Apache-2.0",
+            folder=folder,
+            cached=cached,
+            bytes=sum(path.stat().st_size for path in folder.iterdir()) if cached else 0,
+        )
+    ]
+
+
+def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
+    """Download a model for use offline, and return its folder. All checksums of the embedded model are recomputed.
+
+    Raises:
+        UsageError: the name is a local folder. Also raises the errors of `find_model`.
+        SparsekvError: the network or disk space is missing, or a checksum is wrong.
+    """
+    if name == EMBEDDED:
+        return pull_embedded(progress, full_check=True)
+    if name and os.path.isdir(named_path(name)):
+        raise UsageError(f"{name} is a folder already; use it with --model {name}")
+    return find_model(name, progress)[0]

@@ -1,6 +1,5 @@
 """Load a model and its tokenizer, and compute their identity for the manifest."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, Field, dataclass, fields
@@ -15,21 +14,18 @@ from sparsekv.formats.device import choose_device
 from sparsekv.formats.errors import UsageError, check_choice, first_line
 from sparsekv.formats.index.identity import fingerprint_weights, identify_model, identify_tokenizer
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, TokenizerIdentity, Weights
-from sparsekv.formats.models.converted import damaged_files, silent_transformers
+from sparsekv.formats.models.converted import silent_transformers
 from sparsekv.formats.models.find import (
     EMBEDDED,
     Progress,
-    embedded_path,
     find_model,
     local_folder,
-    named_path,
-    pull_embedded,
 )
 from sparsekv.formats.models.kept import Kept, files_of
 from sparsekv.formats.models.rope import RopeScaling
 from sparsekv.formats.user.cache import cache_root
 
-if TYPE_CHECKING:  # transformers takes a second to import, which listing models does not need
+if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -124,54 +120,6 @@ class LoadedModel:
     tokenizer_files: str | None = None
     weights: Weights | None = None
     weights_hash: str | None = None
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """A model that is available without the hub.
-
-    Attributes:
-        folder: the folder of the model in the cache, whether it exists or not.
-        cached: whether the model is in the cache.
-        bytes: the model's size on disk; 0 if the model is not in the cache.
-    """
-
-    name: str
-    description: str
-    licence: str
-    folder: Path
-    cached: bool
-    bytes: int
-
-
-def known_models() -> list[KnownModel]:
-    """Return the models that are available without the hub: only the embedded model."""
-    folder = embedded_path()
-    cached = not damaged_files(folder, full=False)
-    return [
-        KnownModel(
-            name=EMBEDDED,
-            description="SmolLM2-135M-Instruct: 30 layers, 9 query heads on 3 KV heads, 8,192 positions",
-            licence="Apache-2.0",
-            folder=folder,
-            cached=cached,
-            bytes=sum(path.stat().st_size for path in folder.iterdir()) if cached else 0,
-        )
-    ]
-
-
-def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:
-    """Download a model for use offline, and return its folder. All checksums of the embedded model are recomputed.
-
-    Raises:
-        UsageError: the name is a local folder. Also raises the errors of `find_model`.
-        SparsekvError: the network or disk space is missing, or a checksum is wrong.
-    """
-    if name == EMBEDDED:
-        return pull_embedded(progress, full_check=True)
-    if name and os.path.isdir(named_path(name)):
-        raise UsageError(f"{name} is a folder already; use it with --model {name}")
-    return find_model(name, progress)[0]
 
 
 def load_model(

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.models.converted import damaged_files
-from sparsekv.formats.models.find import EMBEDDED, embedded_path, find_model, pull_embedded
-from sparsekv.formats.models.load import LoadedModel, known_models
+from sparsekv.formats.models.find import EMBEDDED, embedded_path, find_model, known_models, pull_embedded
+from sparsekv.formats.models.load import LoadedModel
 
 PULL = "from sparsekv.formats.models.find import pull_embedded; print(pull_embedded())"
 

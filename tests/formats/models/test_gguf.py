@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, NemotronConfig
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.converted import damaged_files
-from sparsekv.formats.models.find import find_model
+from sparsekv.formats.models.find import find_model, pull
 from sparsekv.formats.models.gguf import _pre_tokenizer, check_config
-from sparsekv.formats.models.load import load_model, load_tokenizer, pull
+from sparsekv.formats.models.load import load_model, load_tokenizer
 from sparsekv.runtime.decoding.answer import decoded
 
 TEXT = "The thesis: 12 things, 345 more, and what they're for.\n\n  def f(x):\n\treturn x ** 2\n" * 12

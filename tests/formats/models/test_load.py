@@ -23,8 +23,8 @@ from transformers import GptOssConfig, T5Config, WhisperConfig
 from transformers.utils import logging
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.find import EMBEDDED
-from sparsekv.formats.models.load import known_models, load_model, load_tokenizer, pull
+from sparsekv.formats.models.find import EMBEDDED, known_models, pull
+from sparsekv.formats.models.load import load_model, load_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
