@@ -7,9 +7,12 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import llm
 import pytest
+from llm.parts import AttachmentPart, TextPart
+from llm.parts import Message as Said
 from support.small_index import build_small
 
 from sparsekv import Index, Sampling
@@ -47,6 +50,48 @@ def test_turns_of_a_conversation_are_those_of_a_session(model: llm.Model) -> Non
         assert answer.text() == expected.text
         assert answer.output_tokens == len(expected.ids)
         messages.append(Message("assistant", answer.text()))
+
+
+def test_a_history_is_answered_wherever_it_comes_from(model: llm.Model) -> None:
+    """`llm -c` loads it from the log, without responses; `reply` and the argument `messages` pass it along."""
+    asker, question = model.index.asker("quest", "100%"), "Who wrote it?"  # type: ignore[attr-defined]
+    first = model.prompt("How is it installed?", **GREEDY)
+    said = [Message("user", "How is it installed?"), Message("assistant", first.text()), Message("user", question)]
+    expected = asker.ask(conversation_tokens(asker.index, said), Sampling(5))
+    history: list[Any] = [*first.prompt.messages, *first.messages()]
+    loaded = model.conversation()
+    loaded.loaded_messages = history
+    for answer in (
+        first.reply(question, options=GREEDY),
+        model.prompt(question, messages=history, **GREEDY),
+        loaded.prompt(question, **GREEDY),
+    ):
+        assert answer.text() == expected.text
+        assert answer.input_tokens == expected.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (Said("user", [TextPart("See:"), AttachmentPart(None)]), "part that is not text"),
+        (Said("system", [TextPart("Be brief.")]), "without this system message"),
+    ],
+)
+def test_a_history_that_no_index_can_follow_is_refused(model: llm.Model, message: Said, told: str) -> None:
+    with pytest.raises(llm.ModelError, match=told):
+        model.prompt("Who wrote it?", messages=[message], **GREEDY).text()
+
+
+def test_a_system_prompt_of_a_later_turn_is_refused(model: llm.Model) -> None:
+    talk = model.conversation()
+    talk.prompt("How is it installed?", **GREEDY).text()
+    with pytest.raises(llm.ModelError, match="without this system message"):
+        talk.prompt("Who wrote it?", system="Be brief.", **GREEDY).text()
+
+
+def test_a_wrong_option_is_the_plugins_error(model: llm.Model) -> None:
+    with pytest.raises(llm.ModelError, match="has no effect at temperature 0"):
+        model.prompt("How is it installed?", top_p=0.5).text()
 
 
 def test_a_wrong_budget_is_the_plugins_error(model: llm.Model) -> None:

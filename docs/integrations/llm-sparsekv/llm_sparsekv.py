@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llm
+from llm.parts import ReasoningPart, TextPart
 from pydantic import Field
 
 if TYPE_CHECKING:
     import sparsekv
+    from sparsekv.runtime.serving.messages import Message
 
 FOLDER = "SPARSEKV_INDICES"
 """The environment variable that names the folder of the indices; without it, the current folder."""
@@ -54,25 +56,52 @@ class IndexModel(llm.Model):
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
     ) -> Iterator[str]:
-        """Yield the pieces of an answer to a prompt, after the turns of the conversation.
+        """Yield the pieces of an answer to a prompt, after the earlier messages of its conversation.
 
         Raises:
             llm.ModelError: the index cannot be opened or asked; the message names the remedy.
         """
         from sparsekv import Sampling, SparsekvError
-        from sparsekv.runtime.serving.messages import Message, conversation_tokens
+        from sparsekv.runtime.serving.messages import conversation_tokens
 
-        messages = [Message("system", prompt.system)] if prompt.system else []
-        for turn in conversation.responses if conversation else ():
-            messages += [Message("user", turn.prompt.prompt), Message("assistant", turn.text_or_raise())]
-        messages.append(Message("user", prompt.prompt))
         options: Any = prompt.options
-        sampling = Sampling(options.max_new_tokens, options.temperature, top_p=options.top_p, seed=options.seed)
         try:
-            tokens = conversation_tokens(self.index.opened, messages)
+            sampling = Sampling(options.max_new_tokens, options.temperature, top_p=options.top_p, seed=options.seed)
+            tokens = conversation_tokens(self.index.opened, _said(prompt))
             for piece in self.index.asker(options.method, options.budget).stream(tokens, sampling):
                 yield piece.text
         except SparsekvError as error:
             raise llm.ModelError(str(error)) from None
         if piece.usage:
             response.set_usage(input=piece.usage.prompt_tokens, output=piece.usage.answer_tokens)
+
+
+def _said(prompt: llm.Prompt) -> "list[Message]":
+    """Return all messages up to a prompt's question.
+
+    Only `prompt.messages` has them all: `conversation.responses` lacks a history that `llm -c` has loaded, and one that
+    a caller passes as `messages`. A later turn's system prompt is not among them.
+
+    Raises:
+        llm.ModelError: a message has a part that is not text, such as an attachment or a call of a tool.
+    """
+    from sparsekv.runtime.serving.messages import Message
+
+    said = [Message(one.role, _text(one)) for one in prompt.messages]
+    if prompt.system and (system := Message("system", prompt.system)) not in said:
+        said.insert(0, system)
+    return said
+
+
+def _text(message: Any) -> str:
+    """Return the text of a message of `llm`, without reasoning. Raises llm.ModelError if it has other parts."""
+    text = ""
+    for part in message.parts:
+        if isinstance(part, TextPart):
+            text += part.text
+        elif not isinstance(part, ReasoningPart):
+            raise llm.ModelError(
+                f"a message of the {message.role} has a part that is not text ({type(part).__name__}); begin a new "
+                "conversation"
+            )
+    return text
