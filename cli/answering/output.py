@@ -418,6 +418,7 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
         "prefill": _in_words(config.question),
         "dense_layers": config.dense_layers or None,
         "guard": None if config.guard is None else config.guard.share,
+        "gauge": config.gauge,
         "ahead": config.ahead,
         "lossless": config.lossless,
         "code": config.code,

@@ -31,8 +31,7 @@ from sparsekv.cli.serving.requests import Asked, ChatRequest, CompletionRequest,
 from sparsekv.cli.serving.responses import Answers, Health, IndexClosed, ModelList, Sent, shut_down, while_connected
 from sparsekv.cli.serving.shelf import Served, Shelf, described, find, listed, unknown
 from sparsekv.formats.documents.prompt import may_reason
-from sparsekv.formats.errors import SparsekvError
-from sparsekv.runtime.api import api_words
+from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.runtime.attention.config import DecodeConfig
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -268,8 +267,7 @@ class Api:
         """
         if self.draining:
             raise replace(shut_down(), message="the server shuts down; ask again later", headers={"Retry-After": "1"})
-        with api_words():
-            samplings = [self._sampling(asked) for _ in encoded]
+        samplings = [self._sampling(asked) for _ in encoded]
         each = [
             Submission(
                 index=served.name,
@@ -291,16 +289,28 @@ class Api:
             raise ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=seconds) from None
 
     def _sampling(self, asked: Asked) -> Sampling:
-        """Return the sampling of one prompt of a request. Without a seed in the request, the seed is random."""
+        """Return the sampling of one prompt of a request. Without a seed in the request, the seed is random.
+
+        Raises ApiError (400) for a temperature that is too small, and for a `top_p` below 1 without a temperature if
+        the server's default is 0. OpenAI's default is 1, so such a request asks for a sampled answer.
+        """
         temperature = self.sampling.temperature if asked.temperature is None else asked.temperature
         top_p = self.sampling.top_p if asked.top_p is None else asked.top_p
+        if asked.temperature is None and not temperature and asked.top_p not in (None, 1):
+            told = (
+                f"top_p {asked.top_p:g} has no effect at temperature 0, this server's default; give a temperature too"
+            )
+            raise ApiError(400, told, param="top_p", code="invalid_value")
         drawn = secrets.randbelow(2**63) if asked.seed is None else asked.seed
-        return Sampling(
-            max_new_tokens=asked.longest or self.sampling.max_new_tokens,
-            temperature=temperature,
-            top_p=top_p if temperature else None,
-            seed=drawn,
-        )
+        try:
+            return Sampling(
+                max_new_tokens=asked.longest or self.sampling.max_new_tokens,
+                temperature=temperature,
+                top_p=top_p if temperature else None,
+                seed=drawn,
+            )
+        except UsageError as error:
+            raise ApiError(400, str(error), param="temperature", code="invalid_value") from None
 
 
 class Told:

@@ -71,8 +71,10 @@ class About:
         )
 
     def details(self, each: Sequence[Usage]) -> Details:
-        """Return the method, the budget, and the answers' mean KV fraction and missed mass, with sources if asked."""
-        read = fmean([one.kv_fraction for one in each if one.steps] or [one.kv_fraction for one in each])
+        """Return method, budget, the KV fraction of the answers' mean step, and their mean missed mass, with sources if
+        asked."""
+        steps = [one.steps for one in each]
+        read = fmean([one.kv_fraction for one in each], steps if any(steps) else None)
         config, sources = self.config, sources_of(each) if self.with_sources else None
         return Details(
             method=config.attention.name,

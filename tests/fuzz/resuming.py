@@ -72,7 +72,8 @@ def _otherwise(world: World, random: Random) -> tuple[World, list[str]]:
         changes = {"answer": case.answer + random.choice([0, 1])}
     else:
         sampled = ["--temperature", "0.8", "--seed", str(random.randint(0, 2))]
-        more = random.choice([["--sources", "2"], ["--guard", "0.1"], ["--ahead"] * (not case.ahead), sampled])
+        one_by_one = ["--guard", "0.1"], ["--gauge"], ["--ahead"] * (not case.ahead)
+        more = random.choice([["--sources", "2"], *one_by_one, sampled])
     other = copy.copy(world)
     other.case = replace(case, **changes)
     return other, more

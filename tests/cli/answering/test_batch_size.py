@@ -207,6 +207,7 @@ def test_one_run_at_a_time_adds_answers() -> None:
         (("--prefill", "own"), "line 1 was answered with --prefill dense, not own"),
         (("--prefill", "quoka", "--prefill-budget", "7"), "line 1 was answered with --prefill dense, not quoka, 7 of "),
         (("--guard", "0.5", "--batch-size", "1"), "line 1 was answered without --guard 0.5; "),
+        (("--gauge", "--batch-size", "1"), "line 1 was answered without --gauge; "),
         (("--raw",), "line 1 was answered without --raw; "),
         (
             ("--no-replace", "--stream", "--buffer", "9"),

@@ -60,8 +60,9 @@ def test_no_alternative_takes_the_name_of_another(kind: str) -> None:
     assert list(found.values()) == [logprob for _, logprob in top]
 
 
-def test_an_answer_without_a_decode_step_does_not_change_the_share_that_steps_read() -> None:
+def test_the_share_that_is_read_is_that_of_a_mean_step() -> None:
+    """A long answer has more steps than a short one, and an answer of one token has none."""
     about = About("doc", DecodeConfig(Dense()), tokenizer_of("llama-3"), 3, with_usage=True, with_logprobs=False)
     each = [Usage(9, 9, tokens, share) for tokens, share in ((1, 0.0), (5, 0.1), (7, 0.3))]
-    assert about.details(each).kv_fraction == pytest.approx(0.2)
+    assert about.details(each).kv_fraction == pytest.approx((4 * 0.1 + 6 * 0.3) / 10)
     assert about.details(each[:1]).kv_fraction == 0

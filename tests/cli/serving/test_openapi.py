@@ -13,6 +13,8 @@ TOLD = {"logprobs": True, "top_logprobs": 2, "n": 2, "temperature": 1.0, "stop":
 BEYOND = (
     "give one",
     "stream: true",
+    "no effect at temperature",
+    "0 (greedy)",
     "logprobs: true",
     "must be the",
     "empty",
