@@ -20,7 +20,8 @@ from sparsekv.formats.index.reader import CPU, map_tensors, on_device
 from sparsekv.formats.index.schema import MANIFEST, FileRecord, Manifest
 
 _BEFORE_ALL = re.compile(rf"{re.escape(LOCK)}|{re.escape(MARKER)}(\.[0-9a-f]{{8}}\.tmp)?")
-"""Names of files that a build leaves behind if its process is killed right after it started."""
+"""Pattern of the files that a build creates first: the lock and the marker. A build that is killed right after its
+start leaves only these."""
 
 
 def refuse_foreign(folder: Folder) -> None:
@@ -101,7 +102,7 @@ class BuildFolder:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes in the journal, which this build, or the interrupted build that it resumes, has stored."""
+        """Small JSON values in the journal, by name: stored by `note` in this build or the one that it resumes."""
         return self._journal.notes
 
     def note(self, name: str, value: Any) -> None:
@@ -111,7 +112,7 @@ class BuildFolder:
 
     @property
     def kept_note(self) -> PrefillNote | None:
-        """The journal's note on the prefill of an interrupted build; None if there is no note, or it is damaged."""
+        """The journal's note on the prefill of an interrupted build; None if the note is missing or damaged."""
         return prefill_note(self.notes.get(NOTE))
 
     def forget_prefill(self) -> None:
@@ -133,7 +134,8 @@ class BuildFolder:
     def is_whole(self, record: FileRecord) -> bool:
         """Whether the file of a record exists and its content has the recorded checksum.
 
-        If not, and if it is a file of the base, `newly_damaged` will return it.
+        If not, and if the record is of the base (the finished index in the folder), `newly_damaged` will return its
+        path.
         """
         content = record.path, record.sha256
         # Each file is hashed once, because an index may be larger than memory. The size alone is no proof: a build that
@@ -147,7 +149,10 @@ class BuildFolder:
         return content in self._whole
 
     def newly_damaged(self) -> list[str]:
-        """Return the paths of the base's files that `is_whole` has found missing or damaged since the last call."""
+        """Return the paths of files that `is_whole` has found missing or damaged since the last call.
+
+        Only files of the base, the finished index in the folder, are returned.
+        """
         new = [path for path, returned in self._damaged.items() if not returned]
         self._damaged |= dict.fromkeys(new, True)
         return new
@@ -230,7 +235,7 @@ class BuildFolder:
         # Temporary files of a killed build may be as large as the index. Those with complete chunks of a prefill stay.
         note = self.kept_note
         with suppress(OSError):
-            self._folder.remove([], leftovers_of=self._journal.paths, but=note.number if note else None)
+            self._folder.remove([], leftovers_of=self._journal.paths, kept_number=note.number if note else None)
         if base is not None:
             # The journal must list these paths, so that they can be removed after a new manifest replaces this one.
             self._journal.know(record.path for record in base.files.values())
@@ -238,7 +243,10 @@ class BuildFolder:
             mark(self._folder)
 
     def _free_path(self, name: str, recipe: str) -> str:
-        """Return a file's path: its logical name, with the recipe's hash added if the base has a file at that path."""
+        """Return the path for a new file: its logical name, or the name with a part of the recipe's hash added.
+
+        The hash is added if the base, the finished index in the folder, has a file at that path.
+        """
         in_use = {record.path for record in self.base.files.values()} if self.base else set()
         if name not in in_use:
             return name

@@ -20,7 +20,7 @@ OF_CHANNELS = ("channel_scales", "channel_offsets")
 SCALES = ("key_scales", "value_scales", *OF_CHANNELS)
 """Names of the scales and offsets of `keys` and `values`. All are bfloat16: 2 bytes, with the range of float32."""
 FORM = "int8 of tokens and channels"
-"""Name of this quantisation in recipes, so that no build reuses files of an earlier format."""
+"""Name of this int8 format. It is part of a file's recipe, so that no build reuses files of an earlier format."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -147,7 +147,7 @@ def _divisors(scales: torch.Tensor) -> torch.Tensor:
 
 
 CENTROID_FORM = "int8 of finest centroids"
-"""Name of this quantisation in recipes, so that no build reuses files of an earlier format."""
+"""Name of this int8 format. It is part of a file's recipe, so that no build reuses files of an earlier format."""
 KEYS, VALUES = "level0.centroids", "level0.value_centroids"
 CENTROID_NAMES = {
     "keys": KEYS,
@@ -157,9 +157,8 @@ CENTROID_NAMES = {
     "channel_scales": "level0.centroid_channel_scales",
     "channel_offsets": "level0.centroid_channel_offsets",
 }
-"""Names under which a method's file stores the tensors of `quantise` for its finest centroids, by `quantise`'s
-names."""
-FEWEST_SHARED = 32  # fewest clusters whose channel scales are reused; scales of fewer fit new centroids badly
+"""Names of int8 centroids' tensors in a method's file, by the names that `quantise` gives them."""
+FEWEST_SHARED = 32  # fewest clusters whose channel scales are reused: scales of fewer clusters fit new centroids badly
 CENTROID_SCALES = frozenset(CENTROID_NAMES.values()) - {KEYS, VALUES}
 
 
@@ -215,10 +214,10 @@ def with_restored_centroids(tensors: Tensors, dtype: torch.dtype) -> dict[str, t
 
 
 def _without_empty(keys: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Replace the centroids [Hk, C, D] of empty clusters by the head's mean centroid.
+    """Return centroids [Hk, C, D] in which those of empty clusters are replaced by the head's mean centroid.
 
-    The centroid of an empty cluster is zero and is never read. Zero may be far outside the range of the channels, and
-    would make their scales larger.
+    The centroid of an empty cluster is zero and is never read. Zero may be far outside the range of a channel, and
+    would make the channel's scale larger.
     """
     filled = (counts > 0)[..., None]
     usual = (keys * filled).float().sum(1, keepdim=True) / filled.sum(1, keepdim=True).clamp(min=1)
@@ -253,10 +252,10 @@ class ContextRows(ABC):
 
     @abstractmethod
     def some(self, name: Name, tokens: slice) -> torch.Tensor:
-        """Return keys or values [Hk, T, D] of consecutive tokens in the index's dtype; a view unless int8 is stored."""
+        """Return keys or values [Hk, T, D] of some tokens in the index's dtype. Only int8 rows are copied."""
 
     def part(self, tokens: slice) -> Pair:
-        """Return keys and values [Hk, T, D] of consecutive tokens, as `some` does."""
+        """Return keys and values [Hk, T, D] of consecutive tokens in the index's dtype, as `some` does for one."""
         return self.some("keys", tokens), self.some("values", tokens)
 
     @abstractmethod

@@ -96,7 +96,7 @@ class UnfinishedFile(OpenFile):
         parent: descriptor of the folder that contains it.
         path: the file's final path below the index's folder, which `keep` gives to the file.
         number: 8 hex digits of the temporary name; random by default.
-        found: open the file that an interrupted build has left under this temporary name; False: create the file.
+        found: True: open the file that an interrupted build left under this temporary name. False: create the file.
 
     Raises:
         OSError: the file cannot be created or opened, or the file found is not a regular file with a single name.
@@ -229,12 +229,12 @@ class Folder:
             raise _not_plain(name)
         return descriptor
 
-    def read(self, name: str, most: int) -> bytes:
-        """Read a whole file of at most `most` bytes. Raises OSError as `open` does, and for a larger file."""
+    def read(self, name: str, limit: int) -> bytes:
+        """Read a whole file. Raises OSError as `open` does, and for a file of more than `limit` bytes."""
         with os.fdopen(self.open(name), "rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
-            raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", name)
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", name)
         return data
 
     def names(self) -> list[str]:
@@ -245,13 +245,13 @@ class Folder:
         """Hard-link an open file into this folder under a name.
 
         Raises:
-            OSError: the file system has no hard links, the name is taken, or the file's last name was removed.
+            OSError: the file system has no hard links, the name is taken, or the open file no longer has a name.
         """
         with self._parent(name, make=True) as (parent, last):
             os.link(f"/proc/self/fd/{descriptor}", last, dst_dir_fd=parent, follow_symlinks=True)
 
     def begin(self, name: str, number: str | None = None) -> UnfinishedFile:
-        """Create a file under a temporary name, and its subfolder if that is missing. Raises OSError if it fails.
+        """Create a file under a temporary name, and its subfolder if that is missing. Raises OSError on failure.
 
         Args:
             number: 8 hex digits of the temporary name; random by default. A file or link of that name is replaced.
@@ -263,7 +263,7 @@ class Folder:
             return UnfinishedFile(parent, name, number)
 
     def continued(self, name: str, number: str) -> UnfinishedFile:
-        """Open the unfinished file that an interrupted build has left. Raises OSError if it fails.
+        """Open the unfinished file that an interrupted build left under a temporary name. Raises OSError on failure.
 
         If that build has already renamed the file to its own name, the file gets its temporary name back.
         """
@@ -299,30 +299,30 @@ class Folder:
             file.discard()
             raise
 
-    def remove(self, names: Iterable[str], leftovers_of: Iterable[str] = (), but: str | None = None) -> None:
+    def remove(self, names: Iterable[str], leftovers_of: Iterable[str] = (), kept_number: str | None = None) -> None:
         """Remove regular files, leftover temporary files, and subfolders that are then empty.
 
         Args:
             names: files to remove, with the temporary files of their names.
             leftovers_of: files that stay; only their temporary files, which a dead process left, are removed.
-            but: the 8 hex digits in the names of temporary files that are not removed.
+            kept_number: temporary files with these 8 hex digits in their names are not removed; None: all are removed.
         """
         gone = set(names)
         for above in {name.rpartition("/")[0] for name in (*gone, *leftovers_of)}:
             try:
-                self._remove_from(above, gone, {*gone, *leftovers_of}, but)
+                self._remove_from(above, gone, {*gone, *leftovers_of}, kept_number)
             except FileNotFoundError:
                 continue
             if above:
                 with contextlib.suppress(OSError):
                     os.rmdir(above, dir_fd=self._descriptor)
 
-    def _remove_from(self, above: str, gone: set[str], written: set[str], but: str | None) -> None:
+    def _remove_from(self, above: str, gone: set[str], written: set[str], kept_number: str | None) -> None:
         beginning = f"{above}/" if above else ""
         with self._parent(beginning) as (parent, _):
             for found in os.listdir(parent):
                 temporary = _TEMPORARY.fullmatch(found)
-                left = temporary and temporary[2] != but and beginning + temporary[1] in written
+                left = temporary and temporary[2] != kept_number and beginning + temporary[1] in written
                 ours = beginning + found in gone or left
                 if ours and stat.S_ISREG(os.stat(found, dir_fd=parent, follow_symlinks=False).st_mode):
                     os.unlink(found, dir_fd=parent)

@@ -14,7 +14,7 @@ from sparsekv.formats.checksums import hash_descriptor
 from sparsekv.formats.index.folder import Folder, OpenFile, UnfinishedFile
 from sparsekv.formats.index.schema import FileRecord, TensorRecord
 
-# Dtypes, in the order in which the safetensors library writes their tensors.
+# Names of dtypes in a safetensors header, in the order in which the safetensors library writes tensors of these dtypes.
 _CODES = {
     torch.uint64: "U64",
     torch.int64: "I64",
@@ -52,7 +52,8 @@ def safetensors_bytes(
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file in pieces; they are the bytes that the safetensors library would write.
 
-    A piece is valid until the next piece is requested. `ready` is as in `host_pieces`.
+    A piece is valid until the next piece is requested. `ready` is the event on the tensors' GPU after which their bytes
+    are written; by default all work on the current stream so far.
     """
     first, starts = safetensors_header(tensors)
     yield first
@@ -74,7 +75,7 @@ def host_pieces(flat: torch.Tensor, ready: torch.cuda.Event | None = None) -> It
         yield flat.numpy().data
         return
     staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, pin_memory=True)
-    # The copies run on their own stream, so they do not wait for work that is queued on other streams meanwhile.
+    # The copies run on their own stream, so they do not wait for work that is queued on other streams later.
     stream = torch.cuda.Stream(flat.device)
     stream.wait_event(ready or torch.cuda.current_stream(flat.device).record_event())
     for piece in flat.split(STAGING):
@@ -152,7 +153,10 @@ class HeldTensors:
 
 
 RemoteSum = Callable[[], str | None]
-"""Waits for a file's sha256 from another process, and returns it; None: this process must compute the sha256."""
+"""Function that waits for a file's sha256 from another process, and returns it.
+
+If it returns None, this process must compute the sha256.
+"""
 FLUSHED = 64 << 20  # bytes after which a file is flushed to disk: else the final fsync would have to write all of them
 
 
@@ -255,7 +259,9 @@ class GrowingPart:
 
 
 class GrowingFile(GrowingPart):
-    """Writes the heads of the first process, which also writes the file's header, names the file and records it.
+    """Writes the first process's heads to a safetensors file, as `GrowingPart` does for the other processes.
+
+    Also writes the file's header, gives the file its name, and returns its record.
 
     Args:
         file: an empty file, or one that already has the header and the first `end` rows.
@@ -298,11 +304,11 @@ class GrowingFile(GrowingPart):
         return self._unfinished.descriptor
 
     def discard(self) -> None:
-        """Remove the file. No thread may still write to it."""
+        """Remove the file. No thread may write to it any more."""
         self._unfinished.discard()
 
     def leave(self) -> None:
-        """Leave the file under its temporary name. No thread may still write to it."""
+        """Close the file and leave it under its temporary name. No thread may write to it any more."""
         self._unfinished.leave()
 
     @property

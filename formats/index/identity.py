@@ -165,8 +165,8 @@ def _hash_samples(samples: Sequence[torch.Tensor]) -> list[str]:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return at most 256 values of a tensor. If the tensor is sharded over ranks, they are copies.
 
-    Of n values, every floor(n / 256)-th is taken, from the first on, until there are 256. So the values at the end are
-    not sampled. Of 257 to 511 values, the sample is the first 256.
+    Of n values, every floor(n / 256)-th is taken, beginning with the first, until there are 256. So the last values may
+    be left out: of 257 to 511 values, the sample is the first 256.
 
     A sharded tensor is first gathered, so all ranks must call this together, one tensor at a time.
     """
@@ -217,8 +217,10 @@ def _value(config: Mapping[str, Any], field: str) -> Any:
 
 
 def _positions_scale_rope(parameters: Mapping[str, Any]) -> bool:
-    """Whether keys depend on `max_position_embeddings`: longrope and YaRN without a factor divide it by the original
-    number of positions."""
+    """Whether keys depend on the config's `max_position_embeddings`.
+
+    longrope and YaRN without a factor divide this number by the original number of positions.
+    """
     kinds = [parameters, *(of_layers for of_layers in parameters.values() if isinstance(of_layers, Mapping))]
     return any(kind.get("rope_type") in ("longrope", "yarn") and kind.get("factor") is None for kind in kinds)
 

@@ -1,7 +1,7 @@
 """Keep the complete chunks of an interrupted prefill on disk, so that the next build continues after the last one.
 
 Keys and values are in the index's growing files: files of the context that are written chunk by chunk, and that still
-have temporary names. Of each chunk's queries, those that the build needs are appended to a separate file. A note in the
+have temporary names. The queries of each chunk that the build needs are appended to a separate file. A note in the
 build's journal records which chunks are on disk, and their checksums.
 """
 
@@ -23,7 +23,7 @@ from sparsekv.formats.index.growing_file import GrowingFile, safetensors_bytes, 
 from sparsekv.formats.index.schema import FileName, Record, Sha256, Size
 
 NOTE = "prefill"
-"""Name of the note in the journal."""
+"""Name of the prefill's note in the build's journal."""
 QUERIES = "kept/queries.safetensors"
 """Logical name of the file of queries, which always has a temporary name. It is a sequence of safetensors files, one
 for each chunk."""
@@ -100,7 +100,8 @@ def read_rows(
 
     Args:
         like: tensors with the shapes [H, N, D] (heads, prompt tokens, channels) and dtypes of the finished file.
-        sha256: the chained checksum of the file in the note.
+        note: the journal's note on the prefill, which has the chunks' ends.
+        sha256: the chained checksum that these rows must have.
 
     Returns:
         The tensors [H, n, D] of the n tokens in these chunks; None if rows are damaged or the shapes differ.
@@ -130,7 +131,7 @@ def read_rows(
 
 
 def read_queries(file: UnfinishedFile, note: PrefillNote) -> list[dict[str, torch.Tensor]] | None:
-    """Read the queries of each complete chunk, and verify their checksum; None if they are damaged.
+    """Read the queries of each complete chunk, and verify their checksum; None if the queries are damaged.
 
     Raises:
         OSError: the file cannot be read.
@@ -168,7 +169,7 @@ class PrefillKeeper:
     Args:
         recipe: the hash of all settings and tokens that determine the rows and queries.
         file: the file of queries.
-        store: stores the note in the journal.
+        store: called with a note, which it stores in the journal.
         found: the note of the interrupted build that this build continues; None: the prefill begins anew.
     """
 
@@ -210,7 +211,10 @@ class PrefillKeeper:
         self._last = self._threads.submit(self._note, end, written, made, ready)
 
     def close(self) -> None:
-        """Wait until all chunks are recorded. Leave the file of queries to the next build; remove it without chunks."""
+        """Wait until all chunks are recorded. Then leave the file of queries to the next build.
+
+        If no chunk is recorded, the file is removed instead.
+        """
         self._threads.shutdown()
         if self.tokens:
             self._file.leave()

@@ -146,13 +146,13 @@ def _levels(tensors: Tensors) -> int:
 def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
     """Whether the parents [Hk, C] of a level's C clusters are invalid.
 
-    They are invalid if one is out of bounds, or if the counts of a parent's children do not sum to the parent's count.
-    They must also not descend, so that a parent's children are contiguous. Among the children of one parent, an empty
-    one must not precede a filled one.
+    Parents are invalid if one is out of bounds, or if the counts of a parent's children do not sum to the parent's
+    count. Parents must also not descend, so that a parent's children are contiguous. Among the children of one parent,
+    a cluster without tokens must not precede one with tokens.
 
     Args:
         counts: [Hk, C], number of tokens of each cluster.
-        above: number of tokens of each cluster of the coarser level.
+        above: [Hk, P], number of tokens of each cluster of the next coarser level, which has the parents.
     """
     within = parents.clamp(0, above.shape[1] - 1).long()
     sums = torch.zeros_like(above, dtype=torch.int64).scatter_add_(1, within, counts.long())
@@ -162,7 +162,7 @@ def _wrong_parents(parents: torch.Tensor, counts: torch.Tensor, above: torch.Ten
 
 
 def _blocks(tensors: Tensors, split: Split) -> Faults:
-    """Check the blocks in which the middle was clustered.
+    """Check the blocks of the middle, whose tokens were clustered separately.
 
     Blocks must cover the middle, and no cluster may have tokens of two blocks.
     """
@@ -181,8 +181,8 @@ def _blocks(tensors: Tensors, split: Split) -> Faults:
 def _wrong_first_clusters(tensors: Tensors) -> torch.Tensor:
     """Whether the indices of the blocks' first clusters are invalid.
 
-    They must ascend and be the same in all heads. A block's first cluster must start at the block's first token, and
-    must not share its parent with the block before.
+    These indices must ascend and be the same in all heads. A block's first cluster must start at the block's first
+    token, and must not have the same parent as a cluster of the block before.
     """
     firsts = tensors["block_clusters"].long()
     count = tensors["level0.counts"].shape[1]
@@ -212,8 +212,8 @@ def _codes(tensors: Tensors) -> Faults:
 
 Letters = dict[str, int]
 Shape = tuple[str, tuple[str, ...]]
-"""A dtype and the names of the axes. The dtype `rows` means the index's dtype; an empty string allows any dtype. The
-size of `X+1` is one more than that of X."""
+"""A tensor's dtype and the names of its axes. The dtype `rows` means the index's dtype; an empty string allows any
+dtype. An axis `X+1` has one entry more than the axis X."""
 
 _CONTEXT: dict[str, Shape] = {"keys": ("rows", ("Hk", "N", "D")), "values": ("rows", ("Hk", "N", "D"))}
 _CONTEXT_INT8: dict[str, Shape] = {
@@ -287,7 +287,7 @@ def check_layout(manifest: Manifest, folder: Path) -> None:
     if not manifest.indexed_layers:
         raise ArtifactError(remedy.format("no layer is indexed"))
     if any(token.position >= split.tokens for token in manifest.canary):
-        raise ArtifactError(remedy.format("a canary token is not in its prompt"))
+        raise ArtifactError(remedy.format("a token of its canary is not in its prompt"))
     if len({record.path for record in manifest.files.values()}) < len(manifest.files):
         raise ArtifactError(remedy.format("two files have the same path"))
     stored = manifest.kv_storage

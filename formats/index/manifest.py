@@ -39,13 +39,15 @@ from sparsekv.formats.index.schema import (
 
 PROBE_LOGITS = 32
 
-# Largest difference between a logit and the stored logit that counts as rounding, relative to the largest stored logit.
+# Largest difference from a stored logit that still counts as rounding, relative to the largest stored logit.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 COARSEST = torch.bfloat16
-"""A model with quantised weights has this dtype's tolerance in any dtype, because some quantisation methods also round
-activations to 8 bits."""
+"""Dtype whose tolerance a model with quantised weights gets, whatever its own dtype is.
 
-# Largest difference that counts as the rounding of int8 storage, relative to the largest stored logit. Measured
+Some quantisation methods also round activations to 8 bits.
+"""
+
+# Largest difference of a logit that still counts as rounding by int8 storage, relative to the largest. Measured
 # (docs/reference/eight-bits.md): 0.003 for the embedded model over 6,168 tokens, at most 0.02 for random models of
 # every family. With other weights than those of the index, logits differ more: by 0.05 with noise of 3% of the
 # weights' standard deviation, by 0.15 with 10%.
@@ -59,9 +61,10 @@ def top_logits(logits: torch.Tensor) -> Probe:
 
 
 def difference(probe: Probe, logits: torch.Tensor) -> float:
-    """Compute the largest difference of logits [vocabulary] from a probe's, divided by the probe's largest magnitude.
+    """Compute the largest difference between logits [vocabulary] and a probe, the highest logits stored for a token.
 
-    The result may be NaN. It is infinite if the probe has token ids beyond the vocabulary.
+    The difference is divided by the probe's largest magnitude. It may be NaN, and is infinite if the probe has token
+    ids beyond the vocabulary.
     """
     if max(probe.token_ids) >= len(logits):
         return math.inf
@@ -73,7 +76,7 @@ def probe_tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool)
     """Return the largest relative difference from an index's stored logits that is accepted, for a model in a dtype.
 
     Args:
-        over_exact: the stored logits were computed over exact rows, before these were rounded to int8.
+        over_exact: the stored logits were computed over exact keys and values, before their rounding to int8.
     """
     rounding = max(PROBE_TOLERANCE[dtype], PROBE_TOLERANCE[_dtype(manifest.dtype)])
     if manifest.model.quantisation is not None:
@@ -91,14 +94,15 @@ It is above 1 because rounding errors add up over layers.
 
 
 def is_over_exact(manifest: Manifest) -> bool:
-    """Whether rows are stored in int8, and the logits of probe and canary were computed before the rounding to int8."""
+    """Whether keys and values are stored in int8, and the index's stored logits were computed before this rounding."""
     return manifest.kv_storage is not None and manifest.kv_storage.exact_probe
 
 
 def why_logits_differ(manifest: Manifest) -> str:
     """Return the possible causes of logits that differ from the stored ones, and the model to use instead.
 
-    `convert` runs no model, so it does not notice a model whose logits int8 storage changes too much.
+    Int8 storage is a possible cause only if the stored logits were computed before the rounding to int8. `convert`
+    leaves such logits, because it runs no model.
     """
     over_exact = is_over_exact(manifest)
     rounding = "int8 storage changes this model's logits too much, or " if over_exact else ""
@@ -250,7 +254,7 @@ def manifest_in(folder: Folder) -> Manifest:
 
 
 def _index_of(documents: Path) -> str:
-    """Return a hint for a folder that is not an index: the index of this name beside it, or else how to build one."""
+    """Return a hint for a folder that is no index: to name FOLDER.skv if that is an index, else how to build one."""
     named = documents if documents.name else documents.absolute()  # `.` has no name
     if named.name and ((beside := with_ending(named)) / MANIFEST).is_file():
         return f"name the index beside it, {beside}"
@@ -311,8 +315,8 @@ def is_index(folder: Folder) -> bool:
 def _remedy(folder: Folder) -> str:
     """Return a remedy for a bad manifest.
 
-    A folder without the marker file may belong to another program, and --force refuses it. So the remedy is another
-    name.
+    In a folder with the marker file the remedy is --force. A folder without it may belong to another program, and
+    --force refuses such a folder, so the remedy is another name.
     """
     if is_marked(folder):
         return REBUILD

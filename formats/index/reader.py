@@ -21,7 +21,7 @@ from sparsekv.formats.index.manifest import REPAIR, REPAIR_APPENDED, manifest_da
 from sparsekv.formats.index.schema import STATES, TOKENS, FileRecord, Manifest, layer_file, state_file, state_tokens
 
 ATTEMPTS = 100
-"""Attempts to open a consistent snapshot: enough unless another process replaces the manifest every millisecond."""
+"""Maximum number of attempts to open a manifest and its files while another process replaces the manifest."""
 _OTHER_DESCRIPTORS = 256  # file descriptors that a process with a model and a GPU opens for other purposes
 
 
@@ -72,13 +72,13 @@ def _open_all(folder: Folder, manifest: Manifest, mending: bool) -> dict[str, in
 
 
 def _method_of(name: str, manifest: Manifest) -> str | None:
-    """Return the method of a logical file; None if no method of the index built it."""
+    """Return the method that built a logical file; None for a file that no method of the index built."""
     method = name.partition("/")[0]
     return method if method in manifest.methods else None
 
 
 def _remedy(folder: Path, manifest: Manifest, name: str) -> str:
-    """Return a remedy for a missing or damaged file. A method's file can be built from the other files."""
+    """Return a remedy for a missing or damaged file. Only a method's file can be built again from the other files."""
     if (method := _method_of(name, manifest)) is not None:
         return f"build it again with {add_methods_hint(folder, [method])}"
     return REPAIR_APPENDED if manifest.additions else REPAIR
@@ -129,7 +129,9 @@ CPU = torch.device("cpu")
 
 
 def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
-    """Map all tensors of an open safetensors file. They are views of the mapping, which outlives the descriptor.
+    """Map an open safetensors file, and return its tensors, which are views of the mapping.
+
+    The mapping stays valid after the descriptor is closed.
 
     Args:
         what: the file's name in messages.
@@ -147,9 +149,9 @@ def map_tensors(descriptor: int, what: str) -> dict[str, torch.Tensor]:
 def on_device(
     mapped: dict[str, torch.Tensor], descriptor: int, what: str, device: torch.device, skipped: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Return mapped tensors of an open safetensors file unchanged for a CPU, or read them into a GPU's memory.
+    """Return tensors of a mapped safetensors file: unchanged for a CPU, as copies in a GPU's memory for a GPU.
 
-    A GPU's copies are read from the file, not through the mapping.
+    The copies are read from the file, not through the mapping.
 
     Args:
         mapped: tensors of the file, or some consecutive rows of each.
@@ -204,14 +206,16 @@ class Artifact:
         return self._snapshot.descriptors[name]
 
     def _named(self, name: str) -> str:
-        """Name the file on disk of a logical file in messages; a rebuilt file has a part of a recipe's hash in its
-        name."""
+        """Return the path on disk of a logical file, for messages.
+
+        A file that was built again may have a part of its recipe's hash in its path.
+        """
         return f"{self.manifest.files[name].path} of {self.folder}"
 
     def tensors(self, name: str, device: torch.device = CPU) -> dict[str, torch.Tensor]:
-        """Read all tensors of a logical file. `ArtifactShare` reads only one rank's heads of each.
+        """Return all tensors of a logical file. `ArtifactShare` returns only one rank's heads of each tensor.
 
-        On a CPU they are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
+        On a CPU, tensors are views of the file's mapping, whose pages are read when accessed. On a GPU they are copies.
 
         Raises:
             ArtifactError: the file cannot be read, or a check of its first read fails. The class lists these checks.
@@ -379,10 +383,10 @@ class ArtifactShare(Artifact):
 
 
 def _part(whole: Artifact, layer: int, number: int, size: int, own: int) -> tuple[int, int]:
-    """Return the index of a rank's part of a layer's heads, and the number of parts: `size`, or 1 for a layer of which
-    the rank has all heads.
+    """Return the index of a rank's part of a layer's heads, and the number of parts.
 
-    Raises ArtifactError if the rank's number of heads `own` is neither all heads nor this share of them.
+    The number of parts is `size`, or 1 if the rank has all heads of the layer. Raises ArtifactError if `own`, the
+    rank's number of heads, is neither the number of all heads nor this number divided by `size`.
     """
     heads, _ = whole.heads_and_channels(layer)
     if own == heads:
@@ -400,7 +404,7 @@ def _number(file: str) -> int:
 
 
 class WholeFile:
-    """A completely written safetensors file. It stays open as long as this object exists, even if it is removed.
+    """A completely written safetensors file, open for reading as long as this object exists, even if it is removed.
 
     Args:
         descriptor: a descriptor of the file, which is opened again read-only.

@@ -33,7 +33,7 @@ CHOICES = {
     "quoka_similarity": ("cosine", "dot"),
     "quoka_across": ("max", "mean"),
 }
-"""Values of QuoKA's options: the paper's choice first, then its ablations."""
+"""Values of QuoKA's options: first the value in the paper's method, then the values of the paper's ablations."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class QuokaOptions:
         default="far",
         metadata={
             "joint": True,
-            "help": "Which of a chunk's queries rank the tokens: those far from (of lowest cosine to) the chunk's mean "
-            f"query, random ones, or all: {', '.join(CHOICES['quoka_subset'])}.",
+            "help": f"Which of a chunk's queries rank the tokens: {', '.join(CHOICES['quoka_subset'])} (far: those of "
+            "lowest cosine to the chunk's mean query).",
         },
     )
     quoka_similarity: str = field(
@@ -158,14 +158,14 @@ class KVStorage(Record):
 
 
 class Border(Record):
-    """The end of the prompt's text, on which the first tokens of the following text depend."""
+    """The last characters of the prompt's text. The first tokens of the text that follows depend on them."""
 
     lead: str = Field(
-        description="the last characters whose tokens are stored; the following text is tokenised together with them"
+        description="the last characters whose tokens are stored; a question is tokenised together with them"
     )
     held: str = Field(
         default="",
-        description="characters after `lead`, whose tokens depend on the following text; each question has them first",
+        description="characters after `lead` whose tokens depend on the question; each question is tokenised with them",
     )
 
 
@@ -328,8 +328,8 @@ class Prompt(Record):
     pages: Pages = Field(default=(), description="if the document is one PDF: the first token of each page")
     first_line: int | None = Field(
         default=None,
-        description="line of a document of one text at which the prompt's first token begins, 0 or less behind line "
-        "breaks of the chat template; null if unknown",
+        description="for a document of one text: the line at which the prompt's first token begins. Line breaks that "
+        "the chat template puts before the text count back from line 1, to 0 or less. Null if unknown",
     )
 
     @model_validator(mode="after")
@@ -391,7 +391,7 @@ class RopeFacts(Record):
 
 
 class LayerFacts(Record):
-    """How one layer attends. A layer with a sliding window keeps dense attention, and methods build nothing for it.
+    """Attention settings of one layer. A layer with a sliding window keeps dense attention and is not indexed.
 
     Logits are multiplied by `softmax_scale`. `softcap` bounds the logits; None: they are not bounded. `sliding_window`
     is the largest number of tokens that a query attends to; None: a query attends to all earlier tokens.
@@ -454,7 +454,7 @@ class Probe(Record):
 
 
 class CanaryToken(Probe):
-    """Highest logits of the token at `position`, for which a build compared our attention with the model's own."""
+    """Highest logits of the prompt token at `position`, where a build compared our attention with the model's own."""
 
     position: Count
 
@@ -467,7 +467,7 @@ class TensorRecord(Record):
 
 
 class FileRecord(Record):
-    """Path, size, checksum and tensors of a logical file.
+    """Path, size, checksum and tensors of a file of an index, which the manifest lists under its logical name.
 
     `recipe` is the hash of all inputs and settings that determine the file's content.
     """
@@ -485,9 +485,9 @@ class TuneTarget(Record):
     Recall must be at least `value`, and the output error at most `value`, as means over layers, heads and queries.
     Perplexity must be at most `value` times that of dense attention.
 
-    Recall is the share of the oracle's tokens that the setting attends to: the tokens of highest attention weight, at
-    the budget `of`, a share of the middle or a number of tokens. `methods` are the methods that the search compared;
-    empty: all methods.
+    Recall is the share of the oracle's tokens that the setting attends to. The oracle's tokens are those of highest
+    attention weight; `of` is their number, or their share of the middle. `methods` are the methods that the search
+    compared; empty: all methods.
     """
 
     measure: str
@@ -501,12 +501,13 @@ class Defaults(Record):
 
     Attributes:
         variant: name of the method's variant that has these parameters; empty for the default variant.
-        budget: a share of the middle; with `layer_budgets` the mean of these.
+        budget: the budget of every layer, as a share of the middle; with `layer_budgets` the mean of these.
         layer_budgets: a share of the middle for each layer; None: `budget` for all layers.
-        residual: centroids represent the tokens that are not selected.
+        residual: whether centroids represent the tokens that are not selected.
         calibration: the target's measure on the queries or tokens on which the setting was chosen.
         held_out: the same measure on other queries or tokens.
-        kv_fraction: share of the keys and values that is read, measured on these other queries or tokens.
+        kv_fraction: share of the keys and values that the setting reads, measured on the same queries or tokens as
+            `held_out`.
     """
 
     method: str
@@ -528,8 +529,8 @@ class AdditionRecord(Record):
     tokens: Size
     first_line: int | None = Field(
         default=None,
-        description="line of the text at which its first token begins, 0 or less behind other line breaks; null if "
-        "unknown",
+        description="line of the text at which its first token begins. Line breaks that the program puts before the "
+        "text count back from line 1, to 0 or less. Null if unknown",
     )
     special_tokens: bool | None = Field(
         default=None,

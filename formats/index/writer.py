@@ -95,14 +95,14 @@ class ArtifactWriter(BuildFolder):
         """Return the record of a file of this build. Waits until it is on disk, and raises the errors of `files`."""
         return self._made[name].result()
 
-    def reuse(self, name: str, recipe: str, of: Sequence[str] = ()) -> bool:
+    def reuse(self, name: str, recipe: str, sources: Sequence[str] = ()) -> bool:
         """Reuse an intact file with this recipe, as `reuse_all` does; return whether it was reused.
 
         Args:
-            recipe: the hash of everything that determines the file's content, except the files in `of`.
-            of: files of this build from which the file is made. If one of them is new, the file is not reused.
+            recipe: the hash of everything that determines the file's content, except the files in `sources`.
+            sources: files of this build from which the file is made. If one of them is new, the file is not reused.
         """
-        return self._new.isdisjoint(of) and self.reuse_all({name: self._whole_recipe(recipe, of)})
+        return self._new.isdisjoint(sources) and self.reuse_all({name: self._whole_recipe(recipe, sources)})
 
     def reuse_all(self, recipes: Mapping[str, str]) -> bool:
         """Reuse files of an earlier build if all of them are intact and have these recipes; return whether they were.
@@ -129,15 +129,21 @@ class ArtifactWriter(BuildFolder):
         return None if self.force and name not in self._made else self._earlier(name, recipe)
 
     def write(
-        self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str] = (), *, wait: bool = True
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        recipe: str,
+        sources: Sequence[str] = (),
+        *,
+        wait: bool = True,
     ) -> None:
         """Write a logical file in a thread, and record it in the journal once it is on disk.
 
         The tensors are held until then and must not change. Rows that `write_rows` has written are not written again.
 
         Args:
-            recipe: the hash of everything that determines the content, except the files in `of`.
-            of: files of this build from which this file is made. Their checksums become part of its recipe.
+            recipe: the hash of everything that determines the content, except the files in `sources`.
+            sources: files of this build from which this file is made. Their checksums become part of its recipe.
             wait: wait until the tensors fit into the limit of 6 GiB (see `HeldTensors`). False for tensors that stay in
                 memory anyway.
 
@@ -147,7 +153,7 @@ class ArtifactWriter(BuildFolder):
         self._wait_for_earlier(name)
         self._held.add(name, tensors, wait=wait)
         self._new.add(name)
-        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, of, None)
+        self._made[name] = self._threads.submit(self._store, name, tensors, recipe, sources, None)
 
     def share_rows(self, name: str, recipe: str) -> SharedFile:
         """Create a file to which other processes write the rows of their heads; return the handle that opens it.
@@ -293,7 +299,10 @@ class ArtifactWriter(BuildFolder):
         return name in self._new
 
     def is_of_base(self, name: str) -> bool:
-        """Whether a file of this build is that of the base, the finished index in the folder. Waits like `record`."""
+        """Whether this build has taken a file unchanged from the base, the finished index in the folder.
+
+        Waits until the file is on disk.
+        """
         return self.base is not None and self.base.files.get(name) == self.record(name)
 
     def find(self, name: str) -> SharedFile:
@@ -323,12 +332,12 @@ class ArtifactWriter(BuildFolder):
         """Seal the index: write the manifest, with all files of this build, over an earlier one."""
         return self._seal(manifest.model_copy(update={"files": self.files}))
 
-    def _whole_recipe(self, recipe: str, of: Sequence[str]) -> str:
-        """Return a recipe extended by the checksums of the files that it is made from, `of`.
+    def _whole_recipe(self, recipe: str, sources: Sequence[str]) -> str:
+        """Return a file's recipe extended by the checksums of `sources`, the files from which the file is made.
 
         Waits until these files are on disk.
         """
-        return hash_json([recipe, {name: self._made[name].result().sha256 for name in of}]) if of else recipe
+        return hash_json([recipe, {name: self._made[name].result().sha256 for name in sources}]) if sources else recipe
 
     def _begin(self, name: str, recipe: str) -> UnfinishedFile:
         number = file_number(self._keeper.recipe) if self._keeper else None
@@ -338,14 +347,13 @@ class ArtifactWriter(BuildFolder):
         return PrefillKeeper(recipe, file, partial(self.note, NOTE), found)
 
     def _remove_strays(self, manifest: Manifest) -> None:
-        """Remove files that the manifest does not list, and the journal, once no chunk of the prefill is still to be
-        recorded in it."""
+        """Wait until all chunks of the prefill are recorded, then remove the journal and files not in the manifest."""
         if self._keeper is not None:
             self._keeper.close()
         super()._remove_strays(manifest)
 
     def _leave_rows(self) -> None:
-        """Leave the files of a prefill that has whole chunks for the next build; remove the others."""
+        """Remove unfinished files. If complete chunks of a prefill are on disk, leave its files to the next build."""
         try:
             if self._keeper is not None:
                 self._keeper.close()
@@ -359,7 +367,7 @@ class ArtifactWriter(BuildFolder):
             self.unshare_rows()
 
     def _wait_for_earlier(self, name: str) -> None:
-        """Wait for an earlier write of the same name. Raises ArtifactError if any write that has ended has failed."""
+        """Wait for an earlier write of the same name. Raises ArtifactError if a write of any file has failed so far."""
         self._check_made()
         if name in self._made:
             self._made[name].result()
@@ -370,12 +378,17 @@ class ArtifactWriter(BuildFolder):
                 made.result()
 
     def _store(
-        self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, of: Sequence[str], remote: RemoteSum | None
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        recipe: str,
+        sources: Sequence[str],
+        remote: RemoteSum | None,
     ) -> FileRecord:
         try:
-            # This cannot deadlock. Threads take files in order, and shared files have their own threads, so the files
-            # waited for here are already being written.
-            recipe = self._whole_recipe(recipe, of)
+            # This cannot deadlock: threads take files in order, and shared files have their own threads. So the source
+            # files for which a thread waits here are already being written.
+            recipe = self._whole_recipe(recipe, sources)
             path = self._free_path(name, recipe)
             with self._writing():
                 if name in self._growing:
@@ -392,8 +405,8 @@ class ArtifactWriter(BuildFolder):
 class PartWriter:
     """Writes this process's heads to files that the first process creates, names and removes.
 
-    A file can be written between `join` and `end`. Only after `end` may the first process give the file its final name,
-    and may `whole` be called.
+    A file can be written between `join` and `end`. Only after `end` may the first process give the file its final name.
+    `whole` may be called only after `end`, too.
     """
 
     def __init__(self, part: HeadPart):
