@@ -58,7 +58,7 @@ class MemoryPlan:
         )
         if self.rows + self.states + self.work <= memory.left:
             return needed
-        return f"{needed}; {_gib(memory.left)} are left beside the model, so that it may run out"
+        return f"{needed}; {_gib(memory.left)} are left beside the model, so that memory may run out"
 
     def check(self, memory: DeviceMemory, remedy: str) -> None:
         """Raise SparsekvError if the keys, values and states alone do not fit into the free memory.

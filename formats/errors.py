@@ -1,6 +1,7 @@
 """Errors that a user can cause, and the remedies in their messages: suggested names, and commands ready to paste.
 
-Each error has an exit code, and a message of one line with a remedy. Remedies also show default names of indices.
+Each error has an exit code, and a message of one line with a remedy. This module also derives an index's default name
+from the document's name, because remedies show it.
 """
 
 import codecs
@@ -17,7 +18,7 @@ from typing import Any, get_args
 NEAR = 70.0
 """The lowest similarity (0 to 100) at which a name is suggested: one or two letters of a word differ."""
 LEAVE_OUT = "leave the option out, or give --model the index's own model if the index was built with this option"
-"""Remedy if a model does not support a build option. The option may come from the command line or from the index."""
+"""Remedy for a build option that a model does not support. The option may come from the command line or the index."""
 REBUILD = "build the index again from its document, with --force"
 
 
@@ -171,9 +172,9 @@ def with_ending(path: Path, ending: str = ENDING) -> Path:
 
 
 def beside(folder: Path) -> Iterator[Path]:
-    """Yield the paths next to an index's folder from which `build-index` may make this folder by default.
+    """Yield the paths of documents next to an index's folder for which `build-index` chooses this folder by default.
 
-    For manual.skv these are `manual`, which need not exist, and all paths `manual.*` except the folder itself.
+    For manual.skv the paths are `manual`, which need not exist, and all existing `manual.*` except the folder itself.
     """
     own = folder.parent / folder.stem
     yield from (path for path in (own, *folder.parent.glob(f"{escape(own.name)}.*")) if path != folder)
@@ -228,7 +229,7 @@ def add_methods_hint(folder: Path, methods: Iterable[str]) -> str:
 
 
 def no_folder(given: Path) -> str:
-    """Return the end of an error message about a file that was given as an index: what the file is, and a remedy."""
+    """Return the end of an error message about a path that is not a folder but was given as an index, with a remedy."""
     if given.suffix == ".skv" or not (given.is_file() and is_text(given)):
         return "is not a folder, and an index is a folder; name the folder that build-index printed"
     index = with_ending(given)

@@ -24,7 +24,7 @@ def package_of(kind: type) -> str:
 
 
 def wrong_class(kind: type, what: str) -> SparsekvError:
-    """Return an error whose line names a method's or an indexer's class, the class's package and the fault `what`."""
+    """Return an error that names the class of a method or an indexer, the class's package, and the fault `what`."""
     return SparsekvError(f"{_named(kind)}: {what}; correct the method")
 
 
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Maps names to classes or objects of one kind. Its first call imports the modules that register them.
+    """Maps names to classes or objects of one kind. Its first call imports the modules that register entries.
 
     Args:
         kind: the word for an entry in messages.

@@ -42,8 +42,9 @@ class Questions:
 
     @classmethod
     def read(cls, options: GenerateOptions, ranks: "Ranks | None") -> Self:
-        """Read the questions that the options name. With several ranks, the first rank reads them and shares them,
-        because only it has standard input.
+        """Read the questions that the options name.
+
+        With several ranks, the first rank reads the questions and sends them to the others: only it has standard input.
 
         Raises:
             UsageError: both a question and a batch are given, or no question; or a file cannot be read.
@@ -154,7 +155,7 @@ class Schedule:
         questions: token ids [Q] of each question; None for a blank line.
         engine: decodes the answers; its slots are the number of questions that it answers at once.
         ranks: the processes that share the model. All of them answer the same questions. None for a single process.
-        sources: maximum number of sources of an answer.
+        sources: maximum number of sources of an answer, which are the passages that it attended to most.
     """
 
     sampling: Sampling

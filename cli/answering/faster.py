@@ -18,7 +18,7 @@ TIMING = "timing a step, for --method auto"
 def take_faster(
     artifact: Artifact, config: DecodeConfig, questions: int, device: str, dtype: str, *, quiet: bool
 ) -> Choice:
-    """Choose the faster of dense attention and the method of a config, and note the choice with the measured times.
+    """Choose the faster of dense attention and a config's method, and print a note with the measured times.
 
     Args:
         questions: number of questions to answer at once. For a model whose questions cannot share a step, 1 is used.
@@ -44,12 +44,14 @@ def take_faster_for_numbers(
     alone: AbstractContextManager[object] | None = None,
     quiet: bool,
 ) -> DecodeConfig:
-    """Choose from how many answers on a shared step attends densely, and note the choices with the measured times.
+    """Return a config with the number of answers from which on a decode step that they share uses dense attention.
+
+    Prints a note with each choice and the measured times.
 
     Args:
-        slots: largest number of answers that share a step.
-        device, dtype: as in `take_faster`.
-        alone: a context in which nothing else uses the device; None: nothing does.
+        slots: largest number of answers that share a decode step.
+        device, dtype: values of `--device` and `--dtype`.
+        alone: a context in which nothing else uses the device; None: nothing else uses it anyway.
 
     Raises:
         UsageError, SparsekvError: as in `take_faster`.

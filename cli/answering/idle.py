@@ -16,11 +16,10 @@ DRAFTING = ("method", "budget", "schedule", "residual", "dense_layers")
 
 
 def note_idle_method(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:
-    """Print a note for --residual with a method that represents unselected tokens itself, and for a budget of a method
-    that ignores it. With --lossless on a CPU, where no method drafts tokens, print a note that names all options of
-    the method.
+    """Print a note about each option of the method that the user typed and that has no effect.
 
-    Only options that the user typed count.
+    These are --residual with a method that represents unselected tokens itself, and a budget with a method that ignores
+    it. With --lossless on a CPU they are all options of the method, because no method drafts tokens there.
     """
     attention = config.attention
     if config.lossless and choose_device(ctx.params["device"]).type == "cpu":
@@ -38,8 +37,10 @@ def note_idle_method(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:
 
 
 def note_prefill_alone(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:
-    """Print a note if answers are by the index's default, and the user typed options that its method shares with the
-    method of --prefill. They count for the latter only."""
+    """Print a note about options of the method of --prefill that the user typed and that the answer's method has, too.
+
+    If answers are by the index's default, these options apply only to the method of --prefill.
+    """
     question, attention = config.question, config.attention
     if not (config.origin and isinstance(question, QuestionPrefill) and isinstance(attention, MethodSpec)):
         return

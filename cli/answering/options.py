@@ -116,15 +116,15 @@ class AttentionOptions:
         str | None,
         typer.Option(
             help="Method that selects the tokens to attend to, or `dense` for dense attention to all of them. Default: "
-            "what `tune` found, or the index's first.",
+            "the method that `tune` found, or the index's first method.",
             autocompletion=names_of(methods, DENSE),
         ),
     ] = None
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found; "
-            "else for codes 0.05 of up to 4,800 tokens, 240 tokens of up to 16,000, 0.015 of more, and for others 0.1.",
+            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: the budget that `tune` "
+            "found; else 0.1, and for codes 0.05 of up to 4,800 tokens, 240 tokens of up to 16,000, 0.015 of more.",
             show_default=False,
             rich_help_panel=ATTENDED,
         ),
@@ -135,8 +135,8 @@ class AttentionOptions:
         typer.Option(
             "--residual",
             help=(
-                "Attend to cluster centroids instead of the tokens that the method does not select and would "
-                "drop. codes and multipole attend to centroids of their own without this option."
+                "Attend to cluster centroids in place of the tokens that the method would drop. codes and multipole "
+                "do so without this option, with centroids of their own."
             ),
             rich_help_panel=ATTENDED,
         ),
@@ -226,7 +226,7 @@ def refuse_with_auto(others: Mapping[str, Any] | None = None, *, placement: str,
     """Raise UsageError for a placement, a prefill or another option that cannot be combined with `--method auto`.
 
     Args:
-        others: values of other options, which are given unless they are None or False.
+        others: values of other options, by option; None or False for an option that is not given.
     """
     refused = {option for option, value in (others or {}).items() if value not in (None, False)}
     if placement != "device":
@@ -252,8 +252,8 @@ class TimedAttentionOptions(AttentionOptions):
         typer.Option(
             help="Method that selects the tokens to attend to, `dense` for dense attention to all of them, or `auto` "
             "for the faster of dense attention and the default method. auto measures a step of both on this machine, "
-            "and keeps the times for later calls, unless it is busy. Default: what `tune` found, or the index's "
-            "first; on a GPU `dense` over a short document.",
+            "and keeps the times for later calls, unless the machine is busy. Default: the method that `tune` found, "
+            "or the index's first method; on a GPU `dense` over a short document.",
             autocompletion=names_of(methods, DENSE, AUTO),
         ),
     ] = None
@@ -281,7 +281,9 @@ class TimedAttentionOptions(AttentionOptions):
         return replace(self, method=None).config(artifact, gauge=gauge)
 
     def for_one_question(self, artifact: Artifact, device: str, *, gauge: bool = False) -> DecodeConfig:
-        """Return the config for answers to one question at a time: `config`, or by default `dense_if_short` on a GPU.
+        """Return the config for answers to one question at a time.
+
+        If the user set no option of the attention, a GPU attends densely to a short document (`dense_if_short`).
 
         Args:
             device: the value of `--device`.
@@ -301,7 +303,7 @@ class Choices:
         budget: the value of the last /budget, or else of --budget; None: each method has its own default.
         parameters: the values of the methods' options, by name.
         residual: whether --residual is given.
-        later: values of `sparsekv.toml` for the options of methods other than the first, by name.
+        later: values of `sparsekv.toml` for options of the methods that the chat did not begin with, by name.
     """
 
     artifact: Artifact
@@ -318,7 +320,7 @@ class Choices:
 
         Args:
             config: the config that was made from the same options.
-            left_out: values of `sparsekv.toml` that the first method does not use, by parameter.
+            left_out: values of `sparsekv.toml` that the method of this config does not use, by parameter.
 
         Raises:
             UsageError: the budget in `left_out` is not a budget.
@@ -562,8 +564,9 @@ class GenerateOptions:
         return self.attention.by_time or (by_default and choose_device(self.device).type == "cuda")
 
     def questions_at_once(self, config: DecodeConfig, ranks: "Ranks | None") -> int | None:
-        """Return `--batch-size`: how many questions to answer at once. None means auto, as many as fit. With several
-        ranks it is 1.
+        """Return the number of questions to answer at once, from `--batch-size`; None: as many as fit (auto).
+
+        With several ranks the number is 1.
 
         Raises:
             UsageError: the value is neither auto nor a whole number of at least 1, or the other options do not allow

@@ -99,7 +99,10 @@ OTHERWISE = {
     "eos_tokens": "with other EOS tokens (the model's generation_config.json)",
     "layer_budgets": "with other budgets of single layers (--schedule)",
 }
-"""Phrases for messages, by a setting that has no option or whose value is too long for a message."""
+"""Phrases of messages about a setting that differs, by the setting's name.
+
+Such a setting has no option, or its value is too long for a message.
+"""
 
 
 @contextmanager
@@ -262,7 +265,7 @@ class Output:
     Args:
         of_batch: whether the questions are the lines of a file.
         stats: whether to print times too, to stderr.
-        settings: the settings that decide an answer, from `settings_of`.
+        settings: the settings that an answer depends on, from `settings_of`.
         resumed: the file of --resume, which also gets each line and may have lines of earlier runs; None without it.
         sources: whether to show the sources of each answer.
         choice: the choice of `--method auto`; None for any other method.
@@ -336,7 +339,7 @@ class Output:
     def show(self, questions: Sequence[str], answers: Iterable[Answer], together: int) -> Answer:
         """Print the lines of earlier runs and the answers to the remaining questions. Returns the last answer.
 
-        `together` is the most questions that share a decode step.
+        `together` is the maximum number of questions that share a decode step.
         """
         began, shown = time.perf_counter(), list[Answer]()
         for line in self.done:
@@ -383,7 +386,7 @@ class Output:
         return {"question": question, **kept, **identity(self.config), "settings": self.settings, **choice}
 
     def _total(self, answers: Sequence[Answer], seconds: float) -> None:
-        """Note how many answers of a batch were cut, and why, if some were and --json is not given.
+        """Print a note with the number of cut answers of a batch, for each reason; none with --json or --quiet.
 
         With --stats, also note the speed of a batch of several questions.
         """
@@ -402,10 +405,10 @@ def identity(config: DecodeConfig) -> dict[str, Any]:
     return {"method": config.attention.name, "budget": config.budget.value}
 
 
-def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **more: Any) -> dict[str, Any]:
-    """Return the settings that decide an answer, besides those of `identity`, as the file of `--resume` stores them.
+def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **options: Any) -> dict[str, Any]:
+    """Return all settings that an answer depends on, as the file of `--resume` stores them in the field `settings`.
 
-    `more` holds options by name.
+    Method and budget are not among them (see `identity`). `options` are further options of the call, by name.
     """
     parameters = asdict(config.attention.method) if isinstance(config.attention, MethodSpec) else {}
     layers = {str(layer): budget.value for layer, budget in config.layer_budgets.items()}
@@ -422,14 +425,14 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
         "ahead": config.ahead,
         "lossless": config.lossless,
         "code": config.code,
-        **more,
+        **options,
     }
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:
     """Describe the attention of a question's tokens: `dense`, `own`, or a method's name, budget and parameters.
 
-    For a method, the text also has the number of tokens that share a selection.
+    For a method, the text also has the number of the question's tokens that share a selection.
     """
     if not isinstance(asking, QuestionPrefill):
         return asking.name

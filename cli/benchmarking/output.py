@@ -1,6 +1,6 @@
 """Options that `bench` and `bench-model` share, and their timed decode steps as a table, JSON or CSV.
 
-Also the indexers for methods on a synthetic mixture.
+Also indexers that build the methods' tensors over synthetic keys and values.
 """
 
 import json
@@ -48,8 +48,8 @@ class StepOptions:
         typer.Option(
             metavar="auto|int8",
             help=(
-                "Storage dtype of the synthetic keys and values that sparsekv's steps read; on a GPU only. auto: the "
-                "--dtype. With int8 and --shared, MB counts selected rows at full precision."
+                "Storage dtype of the synthetic keys and values that sparsekv's steps read; on a GPU only. auto: that "
+                "of --dtype. With int8 and --shared, MB counts selected rows at full precision."
             ),
             autocompletion=names_of(lambda: KV_DTYPES),
         ),
@@ -146,7 +146,7 @@ GROUPING = ("context", "batch")
 
 
 def _table(rows: Sequence[StepTiming], about: dict[str, Any]) -> Table:
-    """Return a table of timed steps, with a column for each field of GROUPING whose values differ."""
+    """Return a table of timed steps. A field of GROUPING has a column if its values differ between the steps."""
     first, divided = rows[0], differing(rows, GROUPING)
     batch = f"{first.batch} questions over one document" if about["shared"] else f"batch {first.batch}"
     table = titled_table(

@@ -90,33 +90,33 @@ class PaceMeter:
         self._plan, self._clock = plan, clock
         self._steps: list[tuple[float, int]] = []
 
-    def told(self, first: int, of: int) -> str:
-        """Return the time of a prefill of the tokens `first` to `of`, such as `about 3 min of prefill here`.
+    def told(self, first: int, end: int) -> str:
+        """Return the time of a prefill of the tokens `first` to `end`, such as `about 3 min of prefill here`.
 
         The text is empty if the time is short or not known.
         """
         kept = _kept().get(self._key)
         pace = kept or self._timed()
-        seconds = 0.0 if pace is None else pace.seconds(first, of)
+        seconds = 0.0 if pace is None else pace.seconds(first, end)
         if seconds < LEAST_SECONDS:
             return ""
         takes = f"{seconds / MINUTE:.0f} min" if seconds >= 1.5 * MINUTE else f"{seconds:.0f} s"
         return f"about {takes} of prefill here" if kept else f"roughly {takes} of prefill here, judged by one layer"
 
-    def show(self, done: int, of: int) -> None:
-        """Record that `done` of `of` tokens are prefilled; on a GPU, only the first and the last call count.
+    def show(self, done: int, total: int) -> None:
+        """Record that `done` of `total` tokens are prefilled; on a GPU, only the first and the last call count.
 
         After the last token the pace is stored in the user's cache, if at least `LEAST_TOKENS` tokens were prefilled.
         """
         device = self._plan.loaded.model.device
         on_gpu = device.type == "cuda"
-        if on_gpu and self._steps and done < of:
+        if on_gpu and self._steps and done < total:
             return  # the GPU's work is queued and not yet finished, so the clock would measure too little
         if on_gpu:
             torch.cuda.synchronize(device)
         if not self._steps or done > self._steps[-1][1]:
             self._steps.append((self._clock(), done))
-        if done == of and of - self._steps[0][1] >= LEAST_TOKENS:
+        if done == total and total - self._steps[0][1] >= LEAST_TOKENS:
             before = _kept().get(self._key)
             ratio = before.per_pair / before.per_token if before and before.per_token else self._ratio()
             _keep(self._key, Pace.fitted(self._steps, ratio))

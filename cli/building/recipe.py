@@ -58,8 +58,11 @@ _LONGEST_LIST = 2**26  # bytes of a --from-file list; longer input is taken for 
 
 
 LONG = 1 << 15
-"""Characters of the shortest text that is tokenised before the weights are loaded. A text that is too long for the
-model is then refused early, but config and tokenizer are loaded twice, which takes about half a second."""
+"""Minimum number of characters of a text that is tokenised before the weights are loaded.
+
+A text that is too long for the model is then refused early. In return, config and tokenizer are loaded twice, which
+takes about half a second.
+"""
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def folder_of(document: str, parent: Path | None = None) -> Path:
 
 
 def _names(from_file: str) -> list[str]:
-    data = read_bytes(from_file, most=_LONGEST_LIST, option="--from-file")
+    data = read_bytes(from_file, limit=_LONGEST_LIST, option="--from-file")
     if marked_encoding(data) == UTF_8:
         # File names may contain bytes that are not UTF-8.
         names = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
@@ -317,7 +320,7 @@ class BuildRecipe:
         """Order the files of a document, and return them with the order and the number of changes of each file.
 
         The order is that of `--order`, or else that of the index in the folder. Changes are counted on from that index.
-        With --force the folder counts as empty. Files of the index that are gone are noted.
+        With --force the folder counts as empty. A note names files of that index that the document now lacks.
 
         Raises:
             UsageError: with `--max-tokens`, the order changed-last would cut off the files that change most.
@@ -351,13 +354,13 @@ class BuildRecipe:
     def _may_be_long(self, text: Document | SourceTexts) -> bool:
         """Whether to tokenise a document before the weights are loaded.
 
-        True for a document of files, because the note of its files is then printed early. Also true for an uncut text
-        of at least `LONG` characters, because it may have too many tokens for the model.
+        True for a document of several files, because the note about its files is then printed early. Also true for an
+        uncut text of at least `LONG` characters, because it may have too many tokens for the model.
         """
         return isinstance(text, SourceTexts) or (self.max_tokens is None and len(text.whole()) >= LONG)
 
     def _early_prompt(self, text: Document | SourceTexts, folder: Path) -> FixedPrompt | None:
-        """Tokenise a document before the model's weights are loaded. For a document of files, note their tokens.
+        """Tokenise a document before the model's weights are loaded. Print a note about a document of several files.
 
         Returns None if the model's config or tokenizer cannot be loaded, such as before the model is downloaded.
 
@@ -388,10 +391,10 @@ class BuildRecipe:
             note(told, quiet=self.quiet)
 
     def _kept_head(self, tokenizer: "PreTrainedTokenizerBase", before: Manifest | None, folder: Path) -> str | None:
-        """Return the head of the existing index (the template's text before the document) if a build must keep it.
+        """Return the chat template's text before the document in the existing index, if a build must keep this text.
 
-        The head is kept, with a note, if the template of the same tokenizer now gives another head, such as one with
-        another date. With a new head, the whole document would be prefilled again. Returns None otherwise, and with
+        The text is kept, with a note, if the template of the same tokenizer now gives another text, such as one with
+        another date. With the new text, the whole document would be prefilled again. Returns None otherwise, and with
         --raw or --force.
         """
         if before is None or before.prompt.chat is None or self.raw or self.config.force:
@@ -401,8 +404,8 @@ class BuildRecipe:
             return None
         has, gives = first_difference(head, chat.before)
         note(
-            f"{folder} keeps the head of the chat template that it was built with: {has!r}, where the template now "
-            f"gives {gives!r}; --force takes the template's present head and prefills all tokens again",
+            f"{folder} keeps the chat template's text before the document from its build: {has!r}, where the template "
+            f"now gives {gives!r}; --force takes the new text and prefills all tokens again",
             quiet=self.quiet,
         )
         return head
@@ -450,7 +453,7 @@ def tell_built(folder: Path, before: Manifest | None, manifest: Manifest, *, qui
 
 
 def cut_told(prompt: FixedPrompt) -> str:
-    """Return text that names the file in which a document is cut, and the files after the cut.
+    """Return the end of a note, which names the file in which a document is cut, and the files after the cut.
 
     The text is empty for a document of one text.
     """
@@ -468,7 +471,7 @@ def _paged_texts(name: str, text: Document | SourceTexts) -> list[tuple[str, str
 
 
 def _of_table(history: FileHistory | None, prompt: FixedPrompt) -> FileHistory | None:
-    """Return a history of only the files that a prompt's table has and that have changed; None for no history."""
+    """Return a history with only those files of a prompt's table that have ever changed; None without a history."""
     if history is None:
         return None
     counts = {file.path: history.changes[file.path] for file in prompt.files or ()}

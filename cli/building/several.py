@@ -140,7 +140,7 @@ if TYPE_CHECKING:  # an optional library
 SETTLED = 300
 """Milliseconds without a change after which changes are reported."""
 LONGEST = 2000
-"""Milliseconds after which changes are reported although more follow."""
+"""Milliseconds after which changes are reported even if further changes follow."""
 TICK = 500
 """Milliseconds between two checks whether a watched folder was replaced by another folder of the same name. Without the
 check, the system would go on watching the removed folder."""

@@ -22,8 +22,8 @@ from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.user.cache import cache_root, read_small
 
 MOST_ENTRIES = 1000
-"""Maximum number of history entries that are offered: the last ones. A file with more than twice as many lines is cut
-down to these entries."""
+"""Number of the last history entries that are offered. A file with more than twice as many lines is cut down to these
+entries."""
 
 
 class History:
@@ -100,7 +100,7 @@ class Lines:
         return entry
 
     def typed(self) -> str:
-        """Return the text of the line when Ctrl-C was pressed; empty without readline."""
+        """Return the text of the line that is being typed, such as when Ctrl-C was pressed; empty without readline."""
         return "" if self.readline is None else self.readline.get_line_buffer()
 
     def _until(self, end: str) -> str:

@@ -91,7 +91,7 @@ class Chat:
         sources: maximum number of sources that are printed after each answer.
         left: whether the user has asked to end the chat.
         asked: the last question; empty before the first.
-        told: the last note about how the chat template shows earlier answers; empty before.
+        told: the last note about how the chat template shows earlier answers; empty before the first such note.
     """
 
     talk: Conversation
@@ -127,11 +127,13 @@ class Chat:
         if self.stats:
             print_stats(answer)
 
-    def switch(self, config: DecodeConfig, more: str = "") -> None:
-        """Answer by another config from now on, and note the config followed by `more`. Raises the
-        errors of `Conversation.switch`."""
+    def switch(self, config: DecodeConfig, hint: str = "") -> None:
+        """Answer by another config from now on, and print a note of the config followed by a hint.
+
+        Raises the errors of `Conversation.switch`.
+        """
         self.talk.switch(config)
-        note(f"{describe(config)}{more}", quiet=self.quiet)
+        note(f"{describe(config)}{hint}", quiet=self.quiet)
 
 
 def describe(config: DecodeConfig) -> str:
@@ -251,7 +253,7 @@ def save(session: Chat, argument: str) -> None:
     save_session(talk.index, folder, talk.turns, talk.config, **encoding, quiet=session.quiet)
 
 
-@slash("/method NAME", "answer with another method, at its own budget or that of /budget; alone: list them")
+@slash("/method NAME", "answer with another method, at its own budget or that of /budget; without NAME: list methods")
 def method(session: Chat, argument: str) -> None:
     if argument:
         config = session.choices.other_method(session.talk.config, argument)
@@ -297,8 +299,9 @@ def leave(session: Chat, argument: str) -> None:
 
 @slash("/trace FILE.html", "ask the last question again, and write a page of what its answer attends to")
 def trace(session: Chat, argument: str) -> None:
-    """Trace the last question as `trace --truth` does, over a second cache of the document. The trace includes the
-    conversation before the question.
+    """Ask the last question again over a second cache of the document, and write the trace as `trace --truth` does.
+
+    The trace includes the conversation before the question.
 
     Raises:
         UsageError: the page has no name, nothing was asked yet, or the errors of `refuse_unwritable`.

@@ -17,7 +17,7 @@ COMMANDS = {
     "convert": "Copy an index with keys and values in int8, which takes less room.",
     "inspect": "Show an index's contents; --verify recomputes every checksum.",
     "start": "Start a server in the background, so that later commands begin at once.",
-    "stop": "End the server of start.",
+    "stop": "End the server that start has started.",
     "models": "List the built-in models, and download models.",
     "config": "Show the defaults that are set, and where: sparsekv.toml or the environment.",
     "completion": "Print the script that completes commands and options in your shell.",

@@ -47,13 +47,13 @@ class Remaining:
         self._clock, self._of = clock, 0
         self._steps: list[tuple[float, int]] = []
 
-    def show(self, done: int, of: int) -> None:
-        """Record that `done` of `of` steps are done. A smaller `done` than in the last call restarts the estimate."""
+    def show(self, done: int, total: int) -> None:
+        """Record that `done` of `total` steps are done. A smaller `done` than before restarts the estimate."""
         if self._steps and done < self._steps[-1][1]:
             self._steps = []
         if not self._steps or done > self._steps[-1][1]:
             self._steps.append((self._clock(), done))
-        self._of = of
+        self._of = total
 
     def seconds(self) -> float | None:
         """Return the remaining seconds from now on; None before two calls of `show` and after the last step."""
@@ -108,15 +108,15 @@ class ProgressLines:
         self._remaining = Remaining()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def show(self, stage: str, done: int, of: int) -> None:
-        """Record the progress of a stage."""
+    def show(self, stage: str, done: int, total: int) -> None:
+        """Record that `done` of `total` steps of a stage are done."""
         # After the end of a stage, there may be long work without progress. Its time does not count for the stage.
-        if stage != self._stage or done >= of:
+        if stage != self._stage or done >= total:
             self._began = time.monotonic()
         if stage != self._stage:
             self._remaining = Remaining()
-        self._remaining.show(done, of)
-        self._stage, self._done, self._of = stage, done, of
+        self._remaining.show(done, total)
+        self._stage, self._done, self._of = stage, done, total
 
     def line(self) -> str:
         """Return the progress line to print now."""
@@ -157,7 +157,7 @@ class ProgressLines:
 class _PlainConsole(Console):
     """A rich console that prints every string without markup, and with control characters escaped.
 
-    This is also true of strings in tables and titles.
+    Strings in tables and titles are printed so, too.
     """
 
     def __init__(self, **options: Any):
@@ -240,7 +240,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def note_plain(document: str, plain: dict[str, int], *, quiet: bool) -> None:
-    """Note which special tokens in a text were read as plain text, with the count of each; nothing if there are none.
+    """Print a note with the special tokens of a text that were read as plain text; nothing if there are none.
 
     Args:
         document: name of the text, such as `the question`.
@@ -278,8 +278,9 @@ class _TimeLeftColumn(ProgressColumn):
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function of (stage, done, of) that draws a progress bar per stage on a terminal.
+    """Yield a function that draws a progress bar per stage on a terminal.
 
+    The function is called with the name of a stage, the number of steps done, and the number of all its steps.
     If stderr is no terminal, progress lines are printed from time to time instead. With `quiet`, nothing is printed.
     """
     if not quiet and not stderr().is_terminal:
@@ -297,12 +298,12 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     )
     tasks, left = dict[str, TaskID](), dict[str, Remaining]()
 
-    def show(stage: str, done: int, of: int) -> None:
+    def show(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
             left[stage] = Remaining()
-            tasks[stage] = bars.add_task(printable(stage), total=of, remaining=left[stage])
-        left[stage].show(done, of)
-        bars.update(tasks[stage], completed=done, total=of)
+            tasks[stage] = bars.add_task(printable(stage), total=total, remaining=left[stage])
+        left[stage].show(done, total)
+        bars.update(tasks[stage], completed=done, total=total)
 
     with bars:
         yield show

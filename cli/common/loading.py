@@ -145,11 +145,11 @@ class OpeningTimes:
         self._loading = seconds
 
     def show(self, by: str, manifest: Manifest) -> None:
-        """Note how questions are answered, and both times. Call this once the index is open.
+        """Print notes with the method, the dtype of keys and values, and both times. Call this once the index is open.
 
         Args:
-            by: describes the method that answers questions; empty: it is shown elsewhere.
-            manifest: that of the index.
+            by: describes the method that answers questions; empty: the method is shown elsewhere.
+            manifest: manifest of the index.
         """
         opening = time.perf_counter() - self._began - self._loading
         note(f"{by}{', ' * bool(by)}keys and values in {counted_dtype(manifest)}", quiet=False)

@@ -213,10 +213,12 @@ def check_model(name: str | None) -> str | None:
     return name
 
 
-def names_of(registry: Callable[[], Iterable[str]], *more: str) -> Callable[[], list[str]]:
-    """Return a function for `typer.Option(autocompletion=...)` that lists a registry's names and `more`. The
-    registry is read only when completion calls the function."""
-    return lambda: [*registry(), *more]
+def names_of(registry: Callable[[], Iterable[str]], *further_names: str) -> Callable[[], list[str]]:
+    """Return a function for `typer.Option(autocompletion=...)` that lists a registry's names and `further_names`.
+
+    The registry is read only when completion calls the function.
+    """
+    return lambda: [*registry(), *further_names]
 
 
 def _embedded() -> list[str]:
@@ -265,7 +267,7 @@ DtypeOption = Annotated[
 
 
 def _weights_option(auto: str) -> Any:
-    """Return the option `--weights`, whose help says what `auto` is."""
+    """Return the option `--weights`. Its help has the text `auto` as the meaning of the value auto."""
     return typer.Option(
         metavar="auto|int8|int4",
         help="Precision to which the weights of linear layers are rounded when the model is loaded: int8 or int4. "
@@ -280,12 +282,12 @@ BuildWeightsOption = Annotated[
 ]
 
 
-def _kv_dtype_option(more: str = "") -> Any:
-    """Return the option `--kv-dtype`, whose help ends with `more`."""
+def _kv_dtype_option(ending: str = "") -> Any:
+    """Return the option `--kv-dtype`, whose help ends with `ending`."""
     return typer.Option(
         help="Storage dtype of keys and values: auto (the model's dtype) or int8, which takes about half the space of "
         "bfloat16 and a quarter of that of float32. The error that int8 causes in attention is measured and recorded "
-        f"in the index.{more}",
+        f"in the index.{ending}",
         autocompletion=lambda: ["auto", "int8"],
     )
 
@@ -311,7 +313,7 @@ EncodingOption = Annotated[str, typer.Option(metavar="NAME", help=ENCODING_HELP)
 
 
 def _chunk_size_option(otherwise: str) -> Any:
-    """Return the option `--chunk-size`; `otherwise` ends the list of defaults in its help."""
+    """Return the option `--chunk-size`. Its help lists the defaults; the text `otherwise` is the end of this list."""
     return typer.Option(
         help=f"Tokens per forward pass of the prefill. Default: 2,048 (8,192 on a GPU{otherwise}).",
     )

@@ -99,8 +99,10 @@ COMPARED_WITH = {
 
 
 def style_of(method: str, form: int) -> dict[str, Any]:
-    """Return matplotlib keywords for a line. The method decides colour and marker, the same in every plot. `form`, the
-    index of the method's variant, decides the dashes.
+    """Return matplotlib keywords for a line.
+
+    The method determines colour and marker, which are the same in every plot. `form`, the index of the method's
+    variant, determines the dashes.
 
     Besides dense attention, oracle and window, up to 38 methods get different colours, and up to six variants of a
     method different dashes.

@@ -92,22 +92,22 @@ def _refuse(limit: int, needed: int) -> None:
 
 INTERRUPTED = 130
 KEPT = {
-    "build-index": "what is whole is kept, and the same command goes on from there",
-    "append": "the index is as it was; what is whole is kept, and the same command goes on from there",
+    "build-index": "complete parts are kept, and the same command goes on from there",
+    "append": "the index is as it was; complete parts are kept, and the same command goes on from there",
     "eval": "complete answers are kept, and the same command goes on from there",
     "generate": "the index is as it was",
     "chat": "the index is as it was",
     "tune": "the index is as it was",
     "serve": "answers that were not complete ended with an error",
 }
-"""Texts on what an interrupted command keeps, by command. Other commands keep nothing and change nothing."""
+"""Ends of the message after Ctrl-C, by command: what the interrupted command keeps. Other commands keep nothing."""
 
 
 class Interruption:
     """Remembers whether Ctrl-C was pressed, because libraries turn KeyboardInterrupt into other errors, or lose it.
 
     Attributes:
-        until_then: text for the line after Ctrl-C, on the state until the same command runs again; may be empty.
+        until_then: text for the message after Ctrl-C: the state until the same command runs again. It may be empty.
     """
 
     def __init__(self) -> None:

@@ -148,7 +148,7 @@ def read_questions(file: str, option: str) -> list[str]:
 def _read(file: str, option: str) -> str:
     name = "standard input" if file == "-" else f"{option} {file}"
     try:
-        data = read_bytes(file, most=MOST + 1, option=option)
+        data = read_bytes(file, limit=MOST + 1, option=option)
     except SparsekvError as error:
         raise UsageError(str(error)) from None
     if len(data) > MOST:

@@ -32,20 +32,23 @@ def stored_line(manifest: Manifest) -> str | None:
 
 
 def counted_dtype(manifest: Manifest) -> str:
-    """Return the name of the dtype in which a kv fraction counts keys and values, and the one in which they are stored,
-    if it is another."""
+    """Return the name of the dtype in which a KV fraction counts keys and values.
+
+    If they are stored in another dtype, its name follows in brackets.
+    """
     stored = "" if manifest.kv_storage is None else f" (stored in {manifest.kv_storage.dtype})"
     return f"{manifest.dtype}{stored}"
 
 
 TOLD_FRACTION = 0.1
-"""KV fraction of the layers without a window for which `windows_line` states the KV fraction of all layers."""
+"""Example in `windows_line`: a KV fraction of the layers without a window, which it converts to one of all layers."""
 
 
 def windows_line(manifest: Manifest) -> str | None:
-    """State what a kv fraction is over all layers, if some layers have a sliding window; None if no layer has one.
+    """Return a line that converts an example KV fraction to all layers; None if no layer has a sliding window.
 
-    A step reads the same keys and values in these layers by any method, so they count in no kv fraction.
+    A KV fraction is the share of keys and values that a decode step reads. Layers with a sliding window do not count in
+    it, because a step reads the same keys and values there with every method.
     """
     windows = [facts.sliding_window for facts in manifest.attending.values() if facts.sliding_window is not None]
     if not windows:
@@ -55,13 +58,13 @@ def windows_line(manifest: Manifest) -> str | None:
     over_all = (TOLD_FRACTION * full + windowed) / (full + windowed)
     return (
         f"The kv fraction is that of the {len(manifest.indexed_layers)} layers that attend to the whole document. The "
-        f"other {len(windows)} layers attend to a window, by any method: over all layers a kv fraction of "
-        f"{TOLD_FRACTION} is one of {over_all:.2f}."
+        f"other {len(windows)} layers attend to a window, with every method. A kv fraction of {TOLD_FRACTION} is "
+        f"{over_all:.2f} of all layers' keys and values."
     )
 
 
 def storage_record(storage: KVStorage | None) -> dict[str, Any] | None:
-    """Return the record of int8 storage for --json: dtype and errors; None if rows are in the index's dtype."""
+    """Return the record of int8 storage for --json: dtype and errors; None if keys and values are not in int8."""
     if storage is None:
         return None
     return {
@@ -82,7 +85,7 @@ MORE_TOGETHER = (
 def print_stats(answer: "Answer", question: int | None = None, together: int = 1) -> None:
     """Print an answer's times and KV fraction to stderr, and a table of the layers' missed mass if it was measured.
 
-    `question` is the line number of a batch's question, and `together` the most questions that share a step.
+    `question` is the line number of a batch's question, and `together` the maximum number of questions in a step.
     """
     named = "" if question is None else f"question {question}: "
     note(f"{named}{_summary(answer, together)}", quiet=False)
@@ -113,19 +116,19 @@ def print_sources(answer: "Answer", question: int | None = None) -> None:
     note(f"{named}no source: the answer attended to no passage", quiet=bool(answer.sources))
 
 
-def why_cut(answer: "Answer", most: int) -> str:
-    """Return why an answer was cut: by the limit of `most` tokens, or because the model has no more positions.
+def why_cut(answer: "Answer", limit: int) -> str:
+    """Return why an answer was cut: by --max-new-tokens, which is `limit`, or at the model's last position.
 
     Returns an empty text for an answer that was not cut.
     """
     if answer.finish_reason != "length":
         return ""
-    return "--max-new-tokens" if answer.generated_tokens >= most else "the model has no more positions"
+    return "--max-new-tokens" if answer.generated_tokens >= limit else "the model has no more positions"
 
 
-def note_cut(answer: "Answer", most: int, *, quiet: bool) -> None:
-    """If an answer was cut, print a note with the reason; `most` is as in `why_cut`."""
-    if why := why_cut(answer, most):
+def note_cut(answer: "Answer", limit: int, *, quiet: bool) -> None:
+    """If an answer was cut, print a note with the reason; `limit` is the value of --max-new-tokens."""
+    if why := why_cut(answer, limit):
         cut = answer.generated_tokens
         note(f"the answer was cut after {cut:,} token{'s' * (cut != 1)} ({why})", quiet=quiet)
 

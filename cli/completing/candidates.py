@@ -74,8 +74,11 @@ def remember(program: KnownCommand) -> None:
 
 
 def _installed() -> list[Any]:
-    """Return the modification times, with paths, of the Python files in the folders of `_DECIDE`, and of the folders of
-    installed packages, because a package may add methods."""
+    """Return the paths and modification times of all files and folders whose change makes the cache invalid.
+
+    These are the Python files in the folders of `_DECIDE`, and the folders of installed packages, because a package may
+    add methods.
+    """
     files = sorted(path for folder in _DECIDE for path in _files(_PACKAGE / folder))
     packages = [path for path in sys.path if path.endswith("-packages") and os.path.isdir(path)]
     return [[path, os.stat(path).st_mtime_ns] for path in (*files, *packages)]
@@ -108,7 +111,7 @@ class BashLine:
     replaced: int
 
     def insertion(self, word: str) -> str | None:
-        """Return the text that replaces the end of the incomplete word in bash, so that the word becomes `word`.
+        """Return the text by which bash must replace the end of the incomplete word, so that it becomes `word`.
 
         None if this text has a character that the open quote does not allow.
         """

@@ -111,8 +111,8 @@ def _names(dotted: str) -> tuple[str, ...]:
 
 
 CALLS_OWN = ("special-tokens", "force", "rebuild", "again", "keep-indices", "reset", "ray", "host", "cors")
-"""Options that `sparsekv.toml` may not set, so that the user must give them in each call. They decide which files are
-written or replaced, which programs are trusted (a Ray cluster), or who may send requests to a server."""
+"""Options that `sparsekv.toml` may not set, so that the user must give them in each call. They determine which files
+are written or replaced, which programs are trusted (a Ray cluster), or who may send requests to a server."""
 _NAMES_A_FILE = re.compile(r"FILE|FOLDER|\.skv")
 _TAKES = {
     bool: "true or false",
@@ -238,7 +238,7 @@ def variable(key: str) -> str:
 
 @dataclass(frozen=True)
 class OptionDefaults:
-    """The file's values for a command's parameters, and the file and line of each value, by Python parameter name."""
+    """Values of `sparsekv.toml` for a command's parameters, and the file and line of each, by Python parameter name."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -281,7 +281,7 @@ def command_defaults(
     for key in table:
         if key not in options:
             now = moved(name[0], key)
-            near = suggestion(key, options) if now is None else f" any more: it is of [{now}]"
+            near = suggestion(key, options) if now is None else f" any more: it belongs under [{now}]"
             raise UsageError(
                 f"{file.where(*name, key)}: {' '.join(name)} has no option {key}{near}; see `sparsekv "
                 f"{' '.join(name)} --help`"

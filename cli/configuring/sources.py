@@ -27,8 +27,8 @@ EITHER = (
     ("json", "csv", "latex", "markdown"),
     ("target-recall", "target-error", "target-perplexity"),
 )
-"""Groups of options that exclude each other. An option on the command line outranks the file's default for another
-option of its group."""
+"""Groups of options that exclude each other. An option on the command line outranks the default of `sparsekv.toml` for
+another option of its group."""
 ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "method": (
         "dense",
@@ -48,15 +48,15 @@ ALONE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "temperature": (0, ("top-p", "top-k")),
     "reset": (True, ("target-recall", "target-error", "target-perplexity", "dry-run")),
 }
-"""Options with a value that makes other options meaningless. If the command line sets such a value, the file's defaults
-for the other options are ignored, except those that count for a later method (`_counts_later`)."""
+"""Options with a value that makes other options meaningless. If the command line sets such a value, the defaults of
+`sparsekv.toml` for the other options are ignored, except those that a method chosen later uses (`_counts_later`)."""
 NAMING_METHODS = ("method", "prefill", "question-prefill")
 _TELLING = 3
 """Minimum number of characters of a value that identifies its option in an error message."""
 
 
 def source_of(ctx: Any, name: str) -> str:
-    """Return where a parameter's value comes from: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (the file) or DEFAULT."""
+    """Return where a parameter's value comes from: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (sparsekv.toml) or DEFAULT."""
     source = ctx.get_parameter_source(name)
     return "DEFAULT" if source is None else str(source.name)
 
@@ -76,11 +76,11 @@ def note_idle_encoding(ctx: Any, documents: Sequence[str], *, quiet: bool) -> No
         note(f"{told}: PDF and DOCX files have encodings of their own", quiet=quiet)
 
 
-def typed_options(ctx: Any, but: Collection[str] = ()) -> list[str]:
-    """Return the options that the user gave in this call, as words of a command line, without the parameters `but`."""
+def typed_options(ctx: Any, excluded: Collection[str] = ()) -> list[str]:
+    """Return the options that the user gave in this call, as words of a command line, except the `excluded` ones."""
     words = list[str]()
     for one in ctx.command.params:
-        if one.param_type_name != "option" or one.name in but or not on_command_line(ctx, one.name):
+        if one.param_type_name != "option" or one.name in excluded or not on_command_line(ctx, one.name):
             continue
         value = ctx.params[one.name]
         if isinstance(value, bool):
@@ -92,7 +92,7 @@ def typed_options(ctx: Any, but: Collection[str] = ()) -> list[str]:
 
 
 LEFT_OUT = "sparsekv.left_out"
-"""Key in a context's `meta`. Its entry is the result of `left_out`."""
+"""Key in a context's `meta`. Its entry has the values of `sparsekv.toml` that the call ignores, by parameter."""
 ORIGINS = "sparsekv.origins"
 """Key in a context's `meta`. Its entry has the file and line of each default, by command and by parameter."""
 

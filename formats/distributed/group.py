@@ -48,8 +48,8 @@ _BOTH = frozenset({"hybrid", "hybrid_sliding"})
 def shares_of(config: PreTrainedConfig, name: str, size: int) -> DistributedConfig:
     """Choose how transformers splits a model over `size` ranks.
 
-    The model's tensor-parallel plan is used. If a model has only a plan for its experts, each rank has all other
-    weights. A recurrent or convolution state of a layer is whole on each rank.
+    The tensor-parallel plan that transformers has for the model is used. If it has a plan only for the experts, each
+    rank has all other weights. A layer's recurrent or convolution state is whole on each rank.
 
     Raises:
         UsageError: the model has quantised weights or latent attention, transformers has no plan for the model, the
@@ -274,10 +274,10 @@ def join(place: Place) -> Ranks:
 
 
 def is_first_to_tell(place: Place) -> bool:
-    """Whether this rank is the first to report an error to the user.
+    """Whether this rank is the first of all ranks to report an error to the user.
 
-    Of all calls in all ranks at most one returns True: the first, unless the folder of `place` is gone. Under torchrun,
-    before the ranks are connected, every call of a machine's first rank returns True instead.
+    Of all calls in all ranks at most the first returns True; none does if the folder of `place` is gone. Under
+    torchrun, before the ranks are connected, every call of a machine's first rank returns True instead.
     """
     if place.folder is not None:
         try:

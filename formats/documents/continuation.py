@@ -96,7 +96,7 @@ def encode_question(
     border: Border | None,
     chat: ChatFrame | None,
     question: str,
-    *more: str,
+    *answer_start: str,
     special_tokens: bool = False,
 ) -> list[int]:
     """Tokenise a question with its chat frame, as it follows a stored prompt; return token ids [Q].
@@ -104,16 +104,16 @@ def encode_question(
     Args:
         border: the end of the prompt; None for an index of an earlier version, whose questions are tokenised alone.
         chat: the chat template's texts around the question; None for the question alone.
-        more: text after the frame, with which the answer begins.
+        answer_start: text with which the answer begins; it follows the question and the frame.
 
     Raises:
         SparsekvError: the special tokens of the question cannot be read as plain text.
     """
-    parts = [question, *more]
+    parts = [question, *answer_start]
     if chat is not None:
         if chat.trimmed:
             question = question.rstrip() if chat.between == BETWEEN else question.strip()
-        parts = [Trusted(chat.between), question, Trusted(chat.after), *more]
+        parts = [Trusted(chat.between), question, Trusted(chat.after), *answer_start]
     return _behind(tokenizer, border, *parts, special_tokens=special_tokens).ids
 
 
@@ -135,8 +135,8 @@ def encode_more(
         special_tokens: special tokens in the text keep their meaning; otherwise they are plain text.
 
     Returns:
-        The token ids without those of the new border's `held`, the chat frame and border of later questions, and
-        `line_of_first_token`. The new border is None if `border` is None.
+        The token ids without those of the new border's `held`; the chat frame of later questions; the border of later
+        questions, which is None if `border` is None; and the result of `line_of_first_token` for the text.
 
     Raises:
         SparsekvError: the special tokens of the text cannot be read as plain text.
@@ -159,14 +159,15 @@ def encode_more(
 def line_of_first_token(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: Sequence[int], text: str
 ) -> int:
-    """Return the line of a text, counted from 1, at which the text's tokens begin.
+    """Return the line of a text, counted from 1, at which the first of the given tokens begins.
 
-    It is 0 or less if the line breaks of `before` precede the text. A template may have removed the text's leading
-    white space, and a token may consist of line breaks of both.
+    The tokens begin with a preceding text, such as a chat template's. Line breaks of the preceding text count back from
+    line 1, to 0 or less. A template may have removed the text's leading white space, and a token may consist of line
+    breaks of both texts.
 
     Args:
-        ids: the tokens, which begin with what precedes the text.
-        before: the tokens of what precedes the text, if it is tokenised alone.
+        ids: the tokens of the preceding text and the text together.
+        before: the tokens of the preceding text, tokenised alone.
     """
 
     def decoded(some: Sequence[int]) -> str:
@@ -178,7 +179,7 @@ def line_of_first_token(
     begins = (decoded(ids[:end]) for end in range(most, most + 4))
     begin = next((text for text in begins if not text.endswith("\ufffd")), decoded(ids[:most]))
     letters = [place for place, one in enumerate(begin) if not one.isspace()]
-    # The first letter of the text is the one after the letters of what precedes it.
+    # The text's first letter comes after the letters of the preceding text.
     number = sum(not one.isspace() for one in decoded(before))
     stop = letters[number] if number < len(letters) else len(begin)
     return 1 + blank.count("\n") - begin[:stop].count("\n")

@@ -31,11 +31,13 @@ _READ = frozenset(
         *("cp932", "shift_jis", "euc_jp", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "euc_kr", "cp949"),
     }
 )
-"""Python's names of the encodings that a stranger's file may have. Encodings of DOS and Macintosh are left out, because
-texts of other encodings are too often taken for them. So are codecs of Python that take quadratic time, such as
-punycode."""
+"""Python's names of the encodings that are accepted when a page declares them or they are detected.
+
+Encodings of DOS and Macintosh are left out, because texts in other encodings are too often detected as one of these.
+Codecs of Python that take quadratic time, such as punycode, are left out, too.
+"""
 _BROWSERS = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030"}
-"""Declared or detected encodings that are read as one with more characters, as browsers do."""
+"""Maps declared or detected encodings to encodings with more characters, in which browsers read such texts."""
 _DECLARED = re.compile(rb"""<(?:meta\b[^>]*?\bcharset|\?xml\b[^>]*?\bencoding)\s*=\s*["']?\s*([\w.:-]{1,40})""", re.I)
 _DECLARATION = 4096
 """Number of first bytes of a page in which it declares its encoding."""
@@ -78,7 +80,7 @@ def detected_encoding(data: bytes) -> str | None:
 def western_encoding(data: bytes) -> str | None:
     """Return the Western European encoding in which bytes are text, latin-1 or cp1252; None for neither.
 
-    Bytes of another encoding may be text in these two, too, so a person has to confirm the encoding.
+    Bytes of another encoding may also be text in one of these two, so the user has to confirm the encoding.
     """
     for name in ("latin-1", "cp1252"):
         try:
@@ -142,16 +144,16 @@ def wait_for_stdin() -> None:
         os.set_blocking(sys.stdin.fileno(), True)
 
 
-def read_bytes(source: str, *, most: int | None = None, option: str = "") -> bytes:
-    """Read all bytes of a source, or the first `most` bytes. Raises the errors of `open_source`."""
+def read_bytes(source: str, *, limit: int | None = None, option: str = "") -> bytes:
+    """Read all bytes of a source, or its first `limit` bytes. Raises the errors of `open_source`."""
     with open_source(source, option=option) as reader:
-        return reader.read(-1 if most is None else most)
+        return reader.read(-1 if limit is None else limit)
 
 
 class _Source(io.RawIOBase):
-    """Raw reader over a function that reads at most a given number of bytes.
+    """Raw stream of bytes over the function `read`, which is called with the largest number of bytes to return.
 
-    `waiting` is True after a read for which a non-blocking source had no data yet.
+    `waiting` is True if the source is non-blocking and had no data yet at the last read.
     """
 
     def __init__(self, read: Callable[[int], bytes | None], name: str):
@@ -196,7 +198,7 @@ def _open(source: str, name: str) -> io.FileIO:
 def _await_writer(file: io.FileIO, reader: "io.BufferedReader[_Source]") -> None:
     """Wait until the pipe has data, or a process has opened it for writing; raise SparsekvError after PATIENCE.
 
-    This does not wait for an unnamed pipe, because no process can open one.
+    Does not wait for an unnamed pipe, because no further process can open one.
     """
     named = not os.readlink(f"/proc/self/fd/{file.fileno()}").startswith("pipe:")
     events = select.poll()
@@ -219,16 +221,17 @@ _PIECE = 2**20  # bytes
 _MARKS = {"utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)}
 """Byte order marks of the encodings whose names do not determine the byte order."""
 _MARKABLE = (UTF_8, "utf-8-sig")
-"""Encodings that are replaced if the text begins with a mark of `_MARKS`: no text in UTF-8 begins with one."""
+"""Encodings that are replaced if the text begins with a byte order mark of `_MARKS`: no text in UTF-8 begins so."""
 
 
 class Document:
     """A text that is read in pieces, each of which is checked and hashed.
 
-    `first` and `whole` keep in memory the pieces that they read. A byte order mark at the start is removed. If it is
-    one of UTF-16 or UTF-32, it decides the encoding instead of UTF-8. The encodings `utf-16` and `utf-32` need a byte
-    order mark. All methods except `of` raise UsageError if the bytes that they read are not text in the encoding or
-    have a zero character, or if the whole text is white space.
+    `first` and `whole` keep in memory the pieces that they read. A byte order mark at the start is removed. A mark of
+    UTF-16 or UTF-32 replaces the encoding UTF-8 by its own. The encodings `utf-16` and `utf-32` need a byte order mark.
+
+    All methods except `of` raise UsageError if the bytes that they read are not text in the encoding or have a zero
+    character. They also raise it if the whole text is white space.
 
     Args:
         encoding: a name that `check_encoding` has returned.
@@ -394,8 +397,8 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
     """Open the document in a file, or on standard input for `-`. The text of PDF, DOCX and HTML files is extracted.
 
     Args:
-        whole: read the whole document now. Otherwise read its first 2**20 characters, which mostly show whether it is
-            text. Text that is extracted is always whole.
+        whole: read the whole document now. Otherwise read only its first 2**20 characters, which mostly show whether
+            it is text. A PDF, DOCX or HTML file is always read whole.
         encoding: a name of the text's encoding, such as `utf-8` or `latin-1`.
 
     Raises:
@@ -418,7 +421,7 @@ def open_document(source: str, *, whole: bool, encoding: str = UTF_8) -> Iterato
 
 
 def _extracted(source: str, kind: int, encoding: str) -> extracted.PagedText:
-    data = read_bytes(source, most=extracted.MOST_BYTES + 1)
+    data = read_bytes(source, limit=extracted.MOST_BYTES + 1)
     if len(data) > extracted.MOST_BYTES:
         raise UsageError(f"{source} is larger than {extracted.MOST_BYTES >> 20} MiB; convert it to plain text first")
     if kind == extracted.HTML:

@@ -32,7 +32,9 @@ def document_of(folder: Path, manifest: Manifest) -> Path | None:
 
 
 def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
-    """Format the `eval` command that measures right answers on the document of an index, with the options `chosen`.
+    """Format the `eval` command that measures how many answers about an index's document are right.
+
+    The command has the options `chosen`.
 
     The command is `eval --help`, followed by the reason, if the document is not found, the user never named the index's
     model, or the text is too short.

@@ -1,6 +1,6 @@
 """Prepare the parts of a DOCX file for mammoth, which ignores some elements, text boxes and the numbers of paragraphs.
 
-The file does not have these numbers. They follow from the rules in `numbering.xml` and the numbered paragraphs before.
+The file does not store the paragraphs' numbers. They follow from the rules in `numbering.xml`, by counting.
 """
 
 import io
@@ -45,19 +45,19 @@ def in_roman(number: int) -> str:
 
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Characters around the number at the beginning of a paragraph. Unicode has them for no text."""
+"""Characters around the number at the beginning of a paragraph. They are noncharacters of Unicode: no text has them."""
 _WORD = (
     "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
     "http://purl.oclc.org/ooxml/wordprocessingml/main",
 )
 _RENAMED = {"cr": b"br", "ptab": b"tab", "dstrike": b"strike"}
 _RENAMED |= dict.fromkeys(("fldSimple", "ruby", "rubyBase", "dir", "bdo"), b"smartTag")
-"""Elements that mammoth ignores, and elements of the same meaning that it reads."""
+"""Maps elements that mammoth ignores to elements of the same meaning that it reads."""
 _IGNORED = re.compile(rf"(</?\w+:)({'|'.join(_RENAMED)})(?=[\s/>])".encode())
 
 
 def prepared(parts: zipfile.ZipFile) -> io.BytesIO:
-    """Return a DOCX file with the XML parts of another, in which mammoth reads all text and each paragraph's number.
+    """Return a DOCX file with the XML parts of the given one, from which mammoth reads all text and paragraph numbers.
 
     Raises an error of `ElementTree` or `expat` for parts that are no XML.
     """
@@ -77,7 +77,8 @@ def prepared(parts: zipfile.ZipFile) -> io.BytesIO:
 def _with_boxes(part: bytes) -> bytes:
     """Return a part in which mammoth reads the text of all text boxes.
 
-    mammoth reads no text of a drawing. Of alternatives it reads the fallback, which may be missing or only a picture.
+    mammoth reads no text of a drawing. If a content has alternatives, it reads only the fallback, which may be missing
+    or a picture.
     """
     plain = part.replace(b"\0", b"")  # of a part in UTF-16
     if b"AlternateContent" not in plain and b"txbxContent" not in plain:
@@ -113,7 +114,10 @@ def _read_children(element: ElementTree.Element) -> Iterator[ElementTree.Element
 
 
 def _alternative(element: ElementTree.Element) -> list[ElementTree.Element]:
-    """Return the children of the fallback, or of the first choice if it alone has text or there is no fallback."""
+    """Return the children of the first alternative that has text; if none has, of the first.
+
+    The fallback comes before the choices.
+    """
     fallbacks, choices = (element.findall(f"{_COMPATIBILITY}{tag}") for tag in ("Fallback", "Choice"))
     branches = [*fallbacks, *choices]
     with_text = [one for one in branches if any(text.tag in _TEXT and text.text for text in one.iter())]
@@ -151,7 +155,7 @@ _GONE = ("del", "moveFrom")
 """Marks of a paragraph that a tracked change removes."""
 _PROPERTIES = {"pStyle": ["p", "pPr"], "numId": ["p", "pPr", "numPr"], "ilvl": ["p", "pPr", "numPr"]}
 _PROPERTIES |= {tag: ["p", "pPr", "rPr"] for tag in _GONE}
-"""Elements of a paragraph that decide its number, with the elements around them."""
+"""Elements of a paragraph that determine its number, each with the path of the elements around it."""
 
 
 class _Paragraphs:
@@ -202,7 +206,10 @@ class _Paragraphs:
         self._open.pop()
 
     def _write(self) -> None:
-        """Put the waiting run before the element that begins or ends here, or where a joined paragraph begins."""
+        """Record the position of the run that waits, which has a paragraph's number.
+
+        The run is put before the element that begins or ends here, or at the start of the first joined paragraph.
+        """
         place = self._parser.CurrentByteIndex
         if self._joined and self._begin is None:
             self._begin = place
@@ -237,7 +244,7 @@ class _Level:
 
 @dataclass
 class _Counts:
-    """The last numbers of a list by level, and the instances of the list that have begun."""
+    """The last number of each level of a list, and the pairs (instance of the list, level) that have begun."""
 
     numbers: dict[int, int] = field(default_factory=dict)
     begun: set[tuple[str, int]] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Texts of documents that are not plain text: PDF, DOCX and HTML. A process with limits extracts them."""
+"""Extract the texts of PDF, DOCX and HTML documents, in a process with limits of time and memory."""
 
 import os
 import select
@@ -30,7 +30,7 @@ LEAST_SECONDS, MOST_SECONDS = 10, 120
 take twice the limit by the clock."""
 _SECONDS_A_MEBIBYTE = {PDF: 20, DOCX: 20, HTML: 2}
 SECONDS_IN_ALL = 600
-"""Limit of the time for all files of a document."""
+"""Limit of the total time for all files of a document, by the clock."""
 
 _NAMED = 5
 """Number of pages without text that a message names for each file."""

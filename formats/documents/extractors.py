@@ -25,8 +25,8 @@ from sparsekv.formats.documents.docx_parts import in_letters, in_roman, numbers_
 
 REQUEST, REPLY = struct.Struct(">BIQ"), struct.Struct(">BQ")
 TEXT, DAMAGED, LOCKED, SLOW, LARGE, LONG = range(6)
-"""Statuses: the text follows; or the file is damaged, is encrypted, takes too much time or too much memory, or has too
-much text."""
+"""Statuses of a reply, in this order: the text follows; the file is damaged; it is encrypted; its extraction takes too
+much time; or too much memory; it has too much text."""
 PAGE = "\f"
 """Character before each page of a text that has pages, and nowhere else in a text."""
 MOST_MEMORY = 1 << 30
@@ -176,7 +176,7 @@ _MOST_COLUMNS = 1000
 
 @dataclass(frozen=True)
 class _List:
-    """The next number of an ordered list, the difference of two numbers, and the style: 1, a, A, i or I."""
+    """The next number of an ordered list, the step to the number after it, and the style: 1, a, A, i or I."""
 
     number: int
     step: int = 1
@@ -184,7 +184,10 @@ class _List:
 
     @classmethod
     def of(cls, attributes: dict[str, str | None]) -> "_List | None":
-        """Return the list of an `ol`; None if its numbers are not known, because it counts down to its last item."""
+        """Return the state of a new `ol` list from its attributes.
+
+        Returns None if the list counts down to its last item, because its first number is then not known.
+        """
         start, down = _number(attributes.get("start")), "reversed" in attributes
         if start is None and down:
             return None
@@ -247,8 +250,8 @@ class _Renderer(HTMLParser):
     With the argument `navigation`, navigation is kept. The attribute `navigation` is the number of characters of
     navigation that were left out.
 
-    The text in an element that is left out is rendered, and removed at the end of the element. So no text is lost if
-    the element has no end, because the page is cut or wrong.
+    If an element is left out, its text is rendered first and removed at the element's end. So no text is lost if the
+    page is cut or wrong and the element has no end.
     """
 
     def __init__(self, *, navigation: bool):
@@ -257,7 +260,7 @@ class _Renderer(HTMLParser):
         self.navigation = 0
         self._dropped = _DROPPED - {"nav"} if navigation else _DROPPED
         self._gap, self._space = 0, False
-        self._fresh = True  # after a marker of a heading, a list or a cell, where no line breaks
+        self._fresh = True  # right after a marker of a heading, a list or a cell, where no line break is written
         self._preformatted = 0
         self._lists: list[_List | None] = []  # the open lists; None: without numbers
         self._tables: list[_Table] = []  # the open tables
@@ -441,16 +444,20 @@ def _number(value: str | None) -> int | None:
 
 
 def ordinal(number: int, style: str) -> str:
-    """Return a number of a list in a style of HTML: 1, a, A, i or I. Other styles, and numbers that a style lacks, are
-    decimal."""
+    """Return a number of a list in a style of HTML: 1, a, A, i or I.
+
+    The number is decimal in any other style, and if the style has no form for it.
+    """
     forms = {"a": in_letters, "i": in_roman}
     text = forms.get(style.lower(), str)(number) or str(number)
     return text.upper() if style.isupper() else text
 
 
 def tidied(text: str) -> str:
-    """Return a text with newlines as its only line ends, and without other control characters and white space at the
-    ends of lines. Of several blank lines in a row one is kept."""
+    """Return a text with only newlines as line ends, without control characters and without white space at line ends.
+
+    Tabs are kept. Several blank lines in a row become one.
+    """
     text = re.sub("\r\n?|[\v\f\x1c-\x1e\x85]", "\n", text)
     text = re.sub("[\0-\x08\x0e-\x1f\x7f-\x9f\ufffe\uffff]", "", text)
     lines = "\n".join(line.rstrip() for line in text.split("\n"))

@@ -52,7 +52,7 @@ def in_order(sources: SourceTexts, order: FileOrder, known: Sequence[KnownFile])
 
 
 def count_changes(files: Sequence[SourceText], known: Sequence[KnownFile]) -> dict[str, int]:
-    """Return, for each file's path, the number of versions in which the file was other than in the version before."""
+    """Return, by path, the number of versions in which a file differed from the version before."""
     before = {file.path: file for file in known}
     counts = {}
     for file in files:
@@ -66,7 +66,8 @@ def told_changes(before: Sequence[SourceFile], now: Sequence[SourceFile], same: 
     none.
 
     For example `a.md changed (also 2 files changed, 1 added)`. All text before the first change is as it was. A file
-    whose bytes changed and whose text in the prompt did not, as by a blank line at its end, is not the first.
+    whose bytes changed but whose text in the prompt did not is never named first: such as one with a new blank line at
+    its end.
 
     Args:
         same: number of first tokens that both versions' prompts have in common.

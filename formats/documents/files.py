@@ -39,7 +39,7 @@ MOST_DEPTH = 64
 MOST_IGNORED = 64 << 10
 """Maximum size of a .gitignore that is read, in bytes."""
 NAMED = 3
-"""Number of left-out files that a message names for each reason."""
+"""Maximum number of left-out files that a message names for each reason."""
 IGNORE_FILE = ".gitignore"
 _WILDCARD = re.compile(r"[*?\[]")
 
@@ -77,7 +77,10 @@ class Choice:
         self.specs()
 
     def specs(self) -> dict[str, Patterns]:
-        """Return each pattern as the user wrote it with its option, except patterns that admit what others match."""
+        """Return the parsed patterns, by option and pattern as the user wrote them.
+
+        Patterns with a leading ! are left out: they only admit paths that other patterns match.
+        """
         options = ("--include", self.include), ("--exclude", self.exclude)
         named = {f"{option} {pattern}": pattern for option, patterns in options for pattern in patterns}
         specs = {name: _spec([pattern], name) for name, pattern in named.items()}
@@ -155,8 +158,9 @@ class SourceTexts:
         return told if self.unmatched else ""
 
     def told_gone(self, before: Mapping[str, str]) -> str:
-        """Return the first paths of an earlier version that have no text in this one, with reasons; empty if there are
-        none.
+        """Return a list of the first files of an earlier version that this version lacks, with reasons.
+
+        The list is empty if this version has all files of the earlier one.
 
         Args:
             before: sha256 of each file of the earlier version, by path.
@@ -330,7 +334,8 @@ class _Reader:
             self._leave_out(SPECIAL, path)
         if path not in self._texts and (reason := self._left_out[path]) != EMPTY:
             raise UsageError(
-                f"{name} is {reason}; convert it to text in UTF-8, or leave it out, as a pattern in quotes does"
+                f"{name} is {reason}; convert it to text in UTF-8, leave it out, or give a pattern in quotes, which "
+                "skips such files"
             )
 
     def walk(self, folder: Path, pattern: Patterns | None = None) -> None:
@@ -382,7 +387,7 @@ class _Reader:
                         self._walk(below, place, f"{path}/", rules, depth + 1)
 
     def _match(self, path: str) -> None:
-        """Remove the patterns that match a path from those that match nothing. A folder's path ends with a /."""
+        """Remove the patterns that match a path from `_unmatched`. A folder's path ends with a /."""
         for name in [name for name, spec in self._unmatched.items() if spec.choose(path)]:
             del self._unmatched[name]
 
@@ -513,7 +518,7 @@ class _Reader:
         return extracted.PagedText(text) if kind is None else self._extractor.text(kind, text.encode())
 
     def _leave_out(self, reason: str, path: str) -> None:
-        """Record a reason. If the document names a file twice, `UNLISTED` gives way to the other reason."""
+        """Record why a file or folder is left out. An earlier reason stays, unless it is `UNLISTED`."""
         if self._left_out.get(path, UNLISTED) == UNLISTED:
             self._left_out[path] = reason
 

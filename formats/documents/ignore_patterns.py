@@ -24,7 +24,7 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A pattern: whether it ignores what it matches, whether it matches only folders, and an expression of paths."""
+    """A pattern: whether it ignores or admits matching paths, whether it matches only folders, and a regex of paths."""
 
     ignores: bool
     folders: bool
@@ -63,7 +63,7 @@ class Patterns:
         return cls(tuple(pattern for line in lines if (pattern := _Pattern.of(line)) is not None))
 
     def ignores(self, path: str) -> bool | None:
-        """Whether the last pattern that matches a file or folder itself ignores it; None if no pattern matches."""
+        """Whether a file or folder is ignored: the last pattern that matches it decides. None if no pattern matches."""
         return next((one.ignores for one in reversed(self.patterns) if one.matches(path)), None)
 
     def choose(self, path: str) -> bool:
@@ -100,9 +100,9 @@ _BRACKET = re.compile(r"\[:(\w*):\]|(?:\\(.)|([^\\]))(?:-(?:\\(.)|([^\]\\])))?",
 def _expression(glob: str) -> str:
     """Return the regular expression of a pattern without its ! and without slashes at its ends.
 
-    Stars match no more than the text up to the next star needs, and other lengths are not tried (atomic groups). A
-    longer match would leave less for the rest of the pattern. Without this a pattern of many stars, which may be a
-    stranger's, would take exponential time. Only behind the last star all lengths are tried.
+    A star matches as little as the text up to the next star needs, and other lengths are not tried (atomic groups): a
+    longer match would only leave less for the rest of the pattern. Otherwise a pattern of many stars, which may be a
+    stranger's, would take exponential time. All lengths are tried only for the last star.
 
     Raises ValueError for a lone backslash at the end, and for a set of characters without an end or with an unknown
     class, because git ignores nothing by such a pattern.
@@ -115,7 +115,7 @@ def _expression(glob: str) -> str:
 
 
 def _section(texts: list[str], *, is_last: bool) -> str:
-    """Join the expressions of texts between which there are stars that match no slash."""
+    """Join the regular expressions of texts between stars, where a star matches no slash."""
     *before, last = texts[1:] or [""]
     pieces = [texts[0], *(f"(?>[^/]*?{text})" for text in before)]
     if texts[1:]:
@@ -150,7 +150,10 @@ def _sections(glob: str) -> list[list[str]]:
 
 
 def _set(glob: str, place: int) -> tuple[str, int]:
-    """Return the regular expression of a set of characters, and the place behind it. `place` is behind its bracket."""
+    """Return the regular expression of a set of characters, and the index after its closing bracket.
+
+    `place` is the index after its opening bracket.
+    """
     negated = glob[place : place + 1] in ("!", "^")
     place = first = place + negated
     parts = list[str]()

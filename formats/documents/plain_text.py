@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 _NEUTRAL = ("\n", "0", ".", "-")
-"""Texts that are prepended to a text, so that the text itself gets no prefix: the space that a SentencePiece tokenizer
-puts before each text.
+"""Texts that are prepended to another text, so that the other text itself gets no prefix.
 
-Their last character rarely merges with the text's first character to one token.
+The prefix is the space that a SentencePiece tokenizer puts before each text. The prepended text's last character rarely
+merges with the other text's first character to one token.
 """
 
 
@@ -113,7 +113,7 @@ def has_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def _without_unknown(found: Counter[str], unknown: str | None, parts: Sequence[str]) -> Counter[str]:
-    """Return the counts of control tokens without unknown characters, for which a tokenizer uses a control token."""
+    """Return the counts of control tokens, without those that only stand for characters unknown to the tokenizer."""
     if unknown is None or unknown not in found:
         return found
     written = sum(part.count(unknown) for part in parts if not isinstance(part, Trusted))
@@ -121,8 +121,8 @@ def _without_unknown(found: Counter[str], unknown: str | None, parts: Sequence[s
 
 
 _encoding = Lock()
-"""Lock of `_encode`. A call sets `split_special_tokens` in the tokenizer and then reads it, and another thread could
-change it in between."""
+"""Lock of `_encode`. The tokenizer's call sets its attribute `split_special_tokens` and then reads it. Another thread
+could change the attribute in between."""
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> _Tokens:
@@ -186,7 +186,7 @@ def _frames_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _in_frames(token: str, frames: str) -> bool:
-    """Whether sample conversations have a token. A word such as `user` is text, also where it is a token."""
+    """Whether a token occurs in rendered conversations and is no word: a word such as `user` counts as plain text."""
     return token in frames and not token.isalnum() and any(map(str.isalnum, token))
 
 

@@ -27,7 +27,7 @@ from sparsekv.formats.index.schema import Border, ChatFrame, SourceFile
 
 _DOCUMENT, _QUESTION = "<<sparsekv document>>", "<<sparsekv question>>"
 _LEADING = 4096
-"""Number of first characters of a document in which its first letter is searched before more are read."""
+"""Number of characters of a document that are read first to find its first letter."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class FixedPrompt:
         files_behind: paths of the files of a cut document that have no token in the prompt.
         template: number of the chat template's tokens before the document.
         pages: first token of each page of a document of one text; empty for a text without pages.
-        first_line: line of a document of one text at which the prompt's first token begins, 0 or less if the line
-            breaks of the template precede the text; None: unknown.
+        first_line: line of a document of one text at which the prompt's first token begins. Line breaks of the template
+            before the text count back from line 1, to 0 or less. None: unknown.
     """
 
     input_ids: torch.Tensor
@@ -254,7 +254,8 @@ def _first_tokens(pages: Sequence[int], begins: list[int], stops_at: int | None,
 
     Args:
         pages: index of each page's first character in the document's text.
-        begins, stops_at: as in `_table`.
+        begins: for each token, the index of its first character in the document's text.
+        stops_at: index of the first character that a cut removed; None: the document is not cut.
         within: tokens of the pages' text. If the text's first characters belong to the token before `within`, the first
             page gets the first token of `within`.
     """
@@ -373,24 +374,24 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame 
 
 
 def lost_of_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
-    """Describe how the chat template shows an answer before the next question; empty if it shows the whole answer."""
+    """Return a warning if the chat template does not show a whole answer before the next question; otherwise empty."""
     turns = zip(("user", "assistant", "user"), (_DOCUMENT, answer, _QUESTION), strict=True)
     try:
         shown = render(tokenizer, [{"role": role, "content": content} for role, content in turns])
     except UsageError:
         shown = ""
     if _QUESTION not in shown:
-        return "the model's chat template allows one question, so later ones follow without its words for a turn"
+        return "the model's chat template allows one question, so later ones follow without the template's text"
     if answer.strip() not in shown:
-        return "the model's chat template shows earlier answers in part, as without reasoning; here they stay whole"
+        return "the model's chat template leaves out parts of earlier answers, such as reasoning; here they stay whole"
     return ""
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the added token with which the chat template ends an answer.
+    """Return the id of the token with which the chat template ends an answer, such as `<|im_end|>`.
 
-    Returns None if the text that the template puts after an answer does not begin, after white space, with an added
-    token.
+    It must be an added token of the tokenizer, and must come first in the template's text after an answer, except for
+    white space. Otherwise returns None.
     """
     _, _, rest = _rendered(tokenizer, 2).partition(_ANSWER)
     rest = rest.lstrip()

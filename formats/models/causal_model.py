@@ -76,7 +76,7 @@ def mapped_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Te
 
 
 def _plain_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
-    """Return `weight_files`; an empty list if transformers would not load each of their tensors unchanged."""
+    """Return a checkpoint's `weight_files`; an empty list if transformers would change or leave out their tensors."""
     special = [getattr(config, name, None) for name in ("transformers_weights", "quantization_config", "extra_files")]
     # For a multimodal config transformers creates the language model from one part of the checkpoint.
     special += [config.get_text_config() is not config, (folder / "adapter_config.json").exists()]
@@ -148,8 +148,8 @@ def causal_model(
         )
     if ignored := sorted(loaded.ignored):
         raise SparsekvError(
-            f"model '{name}' has {len(ignored)} tensors that it lacks by its config (the first: {ignored[0]}); "
-            "transformers would ignore them: correct config.json, or choose another checkpoint"
+            f"the files of model '{name}' have {len(ignored)} tensors that its config does not allow (the first: "
+            f"{ignored[0]}); transformers would ignore them: correct config.json, or choose another checkpoint"
         )
     model: PreTrainedModel = loaded.model.eval()
     return model
@@ -157,7 +157,7 @@ def causal_model(
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model, the names of its weights that are missing in the files, and of the files' tensors that are ignored."""
+    """A loaded model, the names of its weights that its files lack, and the names of the files' tensors it ignores."""
 
     model: PreTrainedModel
     missing: Collection[str]
@@ -170,10 +170,10 @@ class _Loaded:
 
 
 def _ignored(model: PreTrainedModel, unexpected: Collection[str]) -> list[str]:
-    """Return the tensors of a checkpoint that the model lacks by its config.
+    """Return the tensors of a checkpoint that would change logits if the config had not left them out of the model.
 
-    These are tensors of a layer beyond the config's number of layers, and tensors of a layer of the model that are not
-    in its architecture, such as a bias that the config denies.
+    These are tensors of a layer beyond the config's number of layers. They are also tensors that a layer of the model
+    lacks, such as a bias that the config denies.
 
     Other unexpected tensors do not change logits: those of a vision tower or of draft layers, or buffers such as masks.
     Quantised layers may have scales that they do not need.
@@ -202,7 +202,7 @@ these layers after the model's own, and transformers leaves them out."""
 
 
 def _beyond(names: Collection[str], layers: Mapping[str, int]) -> str | None:
-    """Return the layer of a tensor, such as "model.layers.30", if its list of layers is shorter; None otherwise.
+    """Return the layer of a tensor, such as "model.layers.30", if the model has fewer layers; None otherwise.
 
     Args:
         names: the names that the tensor may have in the model.
@@ -216,7 +216,7 @@ def _beyond(names: Collection[str], layers: Mapping[str, int]) -> str | None:
 
 
 def _above(name: str) -> str:
-    """Return the name of the module that has a module or tensor."""
+    """Return the name of the module that contains a module or tensor, from the name of the latter."""
     return name.rpartition(".")[0]
 
 
@@ -241,8 +241,10 @@ def _check_shards(folder: Path, name: str) -> None:
 
 
 def _check_generation_config(folder: Path, name: str) -> None:
-    """Raise SparsekvError for a damaged generation_config.json, which transformers would ignore, and for EOS tokens in
-    it that are not token ids, which no token of an answer would equal."""
+    """Raise SparsekvError if generation_config.json is damaged, or if an EOS token in it is not a token id.
+
+    transformers would ignore a damaged file. No token of an answer would equal an EOS token that is not an id.
+    """
     file = folder / "generation_config.json"
     try:
         settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -316,7 +318,10 @@ def _from_folder(folder: Path, how: dict[str, Any]) -> _Loaded:
 
 
 def _with_adapter(folder: Path, how: dict[str, Any]) -> _Loaded:
-    """Load a model, then its adapter. `from_pretrained` loads both, but reports only the adapter's missing weights."""
+    """Load a model, then its adapter, and find missing and ignored weights of both.
+
+    `from_pretrained` would load both at once, but report only the adapter's missing weights.
+    """
     with without_adapter(folder) as base:
         loaded = _from_folder(base, how)
     model = loaded.model

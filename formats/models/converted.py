@@ -47,7 +47,10 @@ def _is_whole(path: Path, entry: dict[str, str | int], full: bool) -> bool:
 
 
 def note_times(folder: Path) -> None:
-    """Store the files' modification times, so that unchanged files are not hashed again; errors are ignored."""
+    """Store the modification times of a folder's files, so that unchanged files are not hashed again.
+
+    Write errors are ignored.
+    """
     sums = _read_sums(folder)
     with contextlib.suppress(OSError):  # another process may be replacing the folder
         noted = {name: {**entry, "mtime_ns": (folder / name).stat().st_mtime_ns} for name, entry in sums.items()}
@@ -56,15 +59,16 @@ def note_times(folder: Path) -> None:
 
 
 def whole_folder(folder: Path, make: Callable[[Path, list[str]], None], *, full_check: bool = False) -> Path:
-    """Return a converted model's folder. If the folder is missing or damaged, `make(folder, damaged files)` is called.
+    """Return a converted model's folder. If the folder is missing or damaged, it is made first.
 
     One process at a time makes the folder, and other processes wait.
 
     Args:
+        make: called with the folder and the names of its damaged files; makes the folder.
         full_check: recompute all checksums, not only of files with a new modification time.
 
     Raises:
-        SparsekvError: the folder cannot be written; or the errors of `make`.
+        SparsekvError: the folder cannot be written. Also raises the errors of `make`.
     """
     if not damaged_files(folder, full=full_check):
         note_times(folder)

@@ -28,12 +28,12 @@ SPACE_NEEDED = 800_000_000  # bytes on disk while wheel, GGUF file and converted
 
 
 def embedded_path() -> Path:
-    """Return the folder of the converted model, whether it exists or not."""
+    """Return the folder of the embedded model in the cache, whether it exists or not."""
     return cache_root() / "models" / EMBEDDED
 
 
 def cached_embedded() -> Path:
-    """Return the folder of the converted model without a download.
+    """Return the folder of the embedded model, which must be in the cache.
 
     Raises:
         SparsekvError: the model is missing in the cache, or damaged.
@@ -46,7 +46,7 @@ def cached_embedded() -> Path:
 
 
 def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_check: bool = False) -> Path:
-    """Return the folder of the converted model. A missing or damaged model is downloaded and converted first.
+    """Return the folder of the embedded model. If it is missing or damaged, it is downloaded and converted first.
 
     Several processes may call this function at the same time: one converts the model, and the others wait.
 
@@ -67,7 +67,7 @@ def pull_embedded(progress: Callable[[str], None] = lambda text: None, *, full_c
 
 
 def _make(folder: Path, progress: Callable[[str], None]) -> None:
-    """Download and convert the model, then move it to `folder`. The caller must hold the lock.
+    """Download and convert the embedded model, then move it to `folder`. The caller must hold the folder's lock.
 
     Raises the errors of `pull_embedded`.
     """
@@ -140,8 +140,8 @@ def remember(name: str) -> None:
 def may_be_loaded(name: str) -> bool:
     """Whether a model that an index or another file names may be loaded.
 
-    Only the embedded model and models that the user has named may be loaded. The model of a hub id may not be loaded if
-    a local file or folder has the same name.
+    Only the embedded model and models that the user has named may be loaded. A hub model may not be loaded if a local
+    file or folder has the same name as its id.
     """
     if name == EMBEDDED:
         return True
@@ -178,7 +178,7 @@ def is_named(name: str) -> bool:
     return name == EMBEDDED or name in named_models()
 
 
-# Files needed to load a model. Pickles, and copies of the weights in other formats or in subfolders, are left out.
+# Patterns of the files needed to load a model. They leave out pickles, and other copies of the weights.
 NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 OWN = f"take {EMBEDDED}, which needs no hub (`sparsekv models list`)"
 UNNEEDED = ["*/*", "consolidated*"]
@@ -230,7 +230,7 @@ def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
         remedy = f"accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
     except (RepositoryNotFoundError, HFValidationError):
         problem = "is neither a folder here nor a public id on the Hugging Face hub"
-        remedy = f"check its spelling, log in with `hf auth login` if it is private, or {OWN}"
+        remedy = f"check its spelling, log in with `hf auth login` if the model is private, or {OWN}"
         if name.startswith((".", "/", "~")):
             problem, remedy = "names a folder that does not exist", f"check its spelling, or {OWN}"
     except RemoteEntryNotFoundError:

@@ -40,8 +40,8 @@ KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece"}
 """Kinds of tokenizers that can be read, as GGUF files name them and as users know them."""
 
 BY_TRANSFORMERS = ("gemma", "gemma2", "gemma3")
-"""Architectures whose SentencePiece tokenizers are read by transformers, because the token scores in their GGUF files
-do not give the order of merges."""
+"""Architectures whose SentencePiece tokenizers transformers converts. The token scores in GGUF files of these
+architectures do not give the order of merges."""
 
 BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 AS_GPT2 = ("gpt-2", "phi-2", "olmo", "mpt")
@@ -83,8 +83,8 @@ def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
 def _checksum(path: Path, name: str) -> str:
     """Return the file's sha256. The result is cached until the file or one of its times changes.
 
-    The time of the last change of the inode shows a new content behind a size and modification time that were kept, as
-    by an unpacked archive.
+    The inode's change time is one of these times: unpacking an archive may replace a file's content but keep its size
+    and modification time.
 
     Raises SparsekvError if the file cannot be read.
     """
@@ -109,7 +109,7 @@ def _checksum(path: Path, name: str) -> str:
 
 
 def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) -> None:
-    """Convert the file and move the result to `folder`. The caller must hold the lock. Raises as `gguf_folder`."""
+    """Convert a GGUF file and move the result to `folder`, whose lock the caller must hold. Raises as `gguf_folder`."""
     try:
         reader = GGUFReader(path)
     except UNREADABLE as error:
@@ -224,10 +224,9 @@ names in transformers' configs."""
 
 
 def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
-    """Raise UsageError if a config differs from the GGUF file in a setting that changes the model's attention or
-    logits.
+    """Raise UsageError if the config that transformers read from a GGUF file differs from it in an important setting.
 
-    Transformers' reader ignores unknown keys.
+    Important are settings that change the model's attention or logits. Transformers' reader ignores unknown keys.
     """
     kind = str(_one(reader, "general.architecture", ""))
     for key, known in CHECKED.items():
@@ -240,7 +239,8 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
                 f"has {kind}.{key} = {wanted}, which transformers reads as {found}; use the model's original checkpoint"
             )
     scalar, channels = getattr(config, "query_pre_attn_scalar", None), getattr(config, "head_dim", None)
-    if scalar != channels and scalar is not None:  # GGUF files have no key for it, and a config's default is not right
+    # GGUF files have no key for this scalar, and the default of transformers' config may be wrong for the model.
+    if scalar != channels and scalar is not None:
         raise UsageError(
             f"has heads of {channels} channels, whose logits transformers would scale as those of {scalar} channels; "
             "use the model's original checkpoint"
@@ -280,7 +280,7 @@ def _rotated(config: PreTrainedConfig) -> int:
 
 
 def check_tensors(reader: GGUFReader, model: PreTrainedModel, missing: Collection[str]) -> None:
-    """Raise UsageError if a model lacks weights of its architecture, or lacks values of the GGUF file's tensors.
+    """Raise UsageError if a GGUF file lacks weights of the model, or if transformers ignored some of its values.
 
     Transformers' reader fills missing weights with random numbers, and ignores tensors that the architecture does not
     have, such as a bias.
@@ -293,7 +293,7 @@ def check_tensors(reader: GGUFReader, model: PreTrainedModel, missing: Collectio
             f"lacks {len(missing)} weights of its architecture (the first: {min(missing)}); use the model's original "
             "checkpoint"
         )
-    # RoPE's factors are not weights (`check_config`), and an output layer that is tied is the embedding.
+    # RoPE's factors are not weights (see `check_config`). An output layer that is tied to the embedding is not counted.
     tied = model.config.tie_word_embeddings
     kept = [one for one in reader.tensors if not one.name.startswith("rope_f")]
     stored = sum(int(one.n_elements) for one in kept if not (tied and one.name == "output.weight"))
@@ -388,7 +388,7 @@ def _sentencepiece(reader: GGUFReader, tokens: list[str], types: list[int]) -> T
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    """Return the pre-tokenizer, which splits text before merges, by its name in GGUF. Raises UsageError if unknown."""
+    """Return the pre-tokenizer (it splits text before merges) of a name in GGUF. Raises UsageError if unknown."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre in AS_GPT2:
         return whole
@@ -404,7 +404,7 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _one(reader: GGUFReader, name: str, default: Any) -> Any:
-    """Return the value of a key, or the default if the file lacks the key. For an array, return the largest number."""
+    """Return the value of a key, or the default if the file lacks the key; for an array of numbers, the largest."""
     field = reader.fields.get(name)
     if field is None:
         return default

@@ -1,4 +1,4 @@
-"""Models that a server has loaded for its forks. A fork uses such a model if the model's files are unchanged."""
+"""Cache of models that a server loads before it forks. A fork uses such a model if the model's files are unchanged."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -21,7 +21,7 @@ def files_of(folder: Path) -> Files:
 class Kept(Generic[Model]):
     """Cache of objects made from a folder's files.
 
-    The key is the folder and `how`, the arguments with which an object was made. An entry is valid while the folder's
+    A key has the folder, and the arguments with which an object was made, `how`. An entry is valid while the folder's
     files are unchanged.
     """
 
@@ -29,7 +29,11 @@ class Kept(Generic[Model]):
         self._found: dict[Hashable, tuple[Files, Model]] = {}
 
     def keep(self, folder: Path, how: Hashable, files: Files, made: Model) -> None:
-        """Store the object `made` from a folder, unless the folder's files have changed since the state `files`."""
+        """Store the object `made` from a folder, unless the folder's files have changed.
+
+        Args:
+            files: the state of the folder's files before the object was made.
+        """
         if files and files == files_of(folder):
             self._found[folder, how] = files, made
 
@@ -43,5 +47,5 @@ class Kept(Generic[Model]):
         return (folder, how) in self._found and self.take(folder, how) is None
 
     def everything(self) -> list[Model]:
-        """Return all stored objects, without a check of their files."""
+        """Return all stored objects, including those whose files have changed."""
         return [made for _, made in self._found.values()]

@@ -41,8 +41,8 @@ TEMPLATES = "additional_chat_templates"
 """The folder from which transformers reads a tokenizer's additional chat templates."""
 
 MOST_TOKENIZER_BYTES = 64 << 20
-"""Maximum total bytes of tokenizer files to hash. A folder with more has other files with these extensions, and hashing
-them would take longer than serialising the tokenizer."""
+"""Maximum total bytes of tokenizer files to hash. A folder with more has other large files with these extensions, and
+hashing all of them would take longer than serialising the tokenizer."""
 
 FORM = 1
 """Version of the code that loads tokenizers from files. Increase the version when that code changes."""
@@ -143,8 +143,8 @@ def load_model(
             the checkpoint's dtype, or bfloat16 if the config has none.
         rope_scaling: `yarn:F` or `dynamic:F`, see `RopeScaling`.
         progress: called with one line at the start of each step that takes a while.
-        meanwhile: called with the device and dtype on another thread, while the weights are loaded to a GPU; not called
-            for a CPU. Its exceptions are ignored.
+        meanwhile: called in another thread, with the device and the dtype, while weights are loaded to a GPU. It is not
+            called for a CPU. Its exceptions are ignored.
         ranks: number of processes that each load a part of the model.
 
     Raises:
@@ -275,9 +275,9 @@ ENCODER_DECODER = "is an encoder-decoder model, and only models without an encod
 
 
 def has_encoder(config: "PreTrainedConfig") -> bool:
-    """Whether a config is that of an encoder-decoder model, of which transformers can load the decoder alone.
+    """Whether a config's class is that of an encoder-decoder model. transformers can load the decoder alone.
 
-    The decoder's own config denies it, so that the config's class decides.
+    The class is asked because the config of a lone decoder may say that it has no encoder.
     """
     return bool(getattr(type(config), "is_encoder_decoder", False))
 
@@ -327,13 +327,13 @@ def identify(loaded: LoadedModel, index: Manifest | None = None) -> tuple[ModelI
 
 
 OF_NO_EFFECT = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type")
-"""Settings of an adapter that do not change its effect on rows."""
+"""Settings of an adapter that do not change the keys, values and logits of the model with the adapter."""
 
 
 def _named_adapter(name: str, settings: Any) -> str:
-    """Return an adapter's name and a short hash of its settings, such as LoRA's alpha, which is no weight.
+    """Return an adapter's name and a short hash of its settings, such as LoRA's alpha, which weights do not show.
 
-    Settings with their default are left out, because a later version of peft may have more of them.
+    Settings that have their default are left out, because a later version of peft may have more settings.
     """
     other = {
         one.name: _plain(value)
@@ -367,7 +367,7 @@ def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> TokenizerIdentit
 def _serialised(backend: Any) -> str:
     """Return a tokenizer's own serialisation, without truncation and padding.
 
-    A file may set both, and the first text that transformers encodes without them turns them off.
+    A tokenizer's file may turn both on. transformers turns them off in the tokenizer when it encodes a first text.
     """
     if backend.truncation is not None or backend.padding is not None:
         backend = type(backend).from_str(backend.to_str())

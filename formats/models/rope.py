@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 from sparsekv.formats.errors import LEAVE_OUT, UsageError
 
 STRETCHED = ("linear", "longrope", "yarn")
-"""RoPE types whose `factor` times the original number of positions is a model's number of positions.
+"""RoPE types with which a model's number of positions is `factor` times its original number of positions.
 
-`llama3` is none of them: Llama 3.2 has a factor of 32 and 8,192 original positions, but 131,072 positions.
+`llama3` is not such a type: Llama 3.2 has a factor of 32 and 8,192 original positions, but 131,072 positions.
 """
 
 if TYPE_CHECKING:  # transformers takes a second to import
@@ -75,9 +75,9 @@ def stretchable(config: "PreTrainedConfig") -> bool:
 
 
 def stretch_for(config: "PreTrainedConfig", tokens: int, scaling: str | None) -> str:
-    """Return the option with which a model has positions for a number of tokens.
+    """Return the option `--rope-scaling` that gives a model positions for a number of tokens.
 
-    It is empty if the config has no limit of positions, or if `RopeScaling` cannot stretch the model.
+    The result is empty if the config has no limit of positions, or if `RopeScaling` cannot stretch the model.
 
     Args:
         scaling: the RoPE scaling with which the config was already stretched; None if it was not.
@@ -92,9 +92,9 @@ def stretch_for(config: "PreTrainedConfig", tokens: int, scaling: str | None) ->
 
 
 def _switch(config: "PreTrainedConfig") -> int | None:
-    """Return the sequence length past which a cache is invalid: RoPE frequencies change, or Phi-3 drops the cache.
+    """Return the sequence length past which a cache of keys and values is invalid; None if there is no such length.
 
-    None if there is no such length.
+    Past this length RoPE frequencies change, or Phi-3 drops its cache.
     """
     # Phi-3 drops its cache when a sequence grows past this length, with any type of RoPE.
     switches = [getattr(config, "original_max_position_embeddings", None)]

@@ -16,8 +16,8 @@ def give_home() -> None:
     """Set HOME to a folder if this user has no home, such as an unknown uid in a container.
 
     Without HOME, libraries would write their caches to a folder named `~` in the current folder. HOME becomes a folder
-    that only this user may write, in the system's folder for temporary files. Each call sets the same folder, or a new
-    one if that folder's name is taken by a file, or by a folder that another user owns or may write.
+    that only this user may write, in the system's folder for temporary files. Its name is the same each time. If a file
+    has that name, or a folder that another user owns or may write, HOME becomes a new folder.
 
     Raises:
         SparsekvError: the folder cannot be created.
@@ -61,8 +61,7 @@ def read_small(path: Path) -> str:
 
 
 def replace_small(path: Path, text: str) -> None:
-    """Replace a file atomically. If writing fails, the old file stays and nothing is raised, because caches are
-    optional."""
+    """Replace a file atomically. If writing fails, the old file stays, and the error is ignored."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = mkstemp(prefix=f"{path.name}.", dir=path.parent)

@@ -107,7 +107,7 @@ def test_the_options_that_bench_had_name_this_command(options: tuple[str, ...], 
 def test_a_project_file_with_an_option_that_bench_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sparsekv.toml").write_text("[bench]\nbatch = 2\nend-to-end = true\n")
-    assert "sparsekv.toml, line 3: bench has no option end-to-end any more: it is of [bench-model];" in (
+    assert "sparsekv.toml, line 3: bench has no option end-to-end any more: it belongs under [bench-model];" in (
         run_here("bench", "-q").error()
     )
 

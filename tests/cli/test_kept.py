@@ -236,7 +236,7 @@ def test_a_template_with_the_time_in_it_keeps_the_head_that_its_index_has(
     assert before.prompt.chat is not None
     head = before.prompt.chat.before.splitlines()[0]
     again = run_here(*BUILD[:-1])
-    assert f"doc.skv keeps the head of the chat template that it was built with: {head!r}, where" in again.stderr
+    assert f"doc.skv keeps the chat template's text before the document from its build: {head!r}, where" in again.stderr
     assert read_manifest(place / "doc.skv") == before
     (place / "doc.txt").write_text((place / "doc.txt").read_text() + "One line more.\n")
     assert run_here(*BUILD).code == 0

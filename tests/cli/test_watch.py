@@ -61,7 +61,7 @@ def _watching(place: Path, *arguments: str) -> Iterator[Watched]:
     finally:
         run = watched.end()
         assert run.code == 130, run
-        assert "interrupted; what is whole is kept" in watched.told.read_text()
+        assert "interrupted; complete parts are kept" in watched.told.read_text()
         assert not [*place.rglob("unfinished.json"), *place.rglob("*.tmp")]
 
 

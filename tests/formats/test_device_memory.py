@@ -18,7 +18,7 @@ def test_the_line_tells_what_is_needed_of_what() -> None:
 def test_the_line_says_where_it_may_run_out() -> None:
     assert PLAN.told(DeviceMemory(97 * GIB, 83 * GIB)).endswith("to work with them")
     assert PLAN.told(DeviceMemory(97 * GIB, 83 * GIB - 1)).endswith(
-        "; 83.0 are left beside the model, so that it may run out"
+        "; 83.0 are left beside the model, so that memory may run out"
     )
 
 
@@ -26,7 +26,7 @@ def test_states_are_counted_and_told() -> None:
     plan = MemoryPlan(model=14 * GIB, rows=72 * GIB, work=11 * GIB, states=2 * GIB)
     told = plan.told(DeviceMemory(140 * GIB, 84 * GIB))
     assert told.startswith("needs some 99.0 GiB of the GPU's 140.0: 14.0 the model, 72.0 keys and values, 2.0 states,")
-    assert told.endswith("so that it may run out")
+    assert told.endswith("so that memory may run out")
     plan.check(DeviceMemory(97 * GIB, 74 * GIB), "buy another")
     with pytest.raises(SparsekvError, match=r"keys, values and states take 74.0 GiB"):
         plan.check(DeviceMemory(97 * GIB, 73 * GIB), "buy another")

@@ -60,7 +60,7 @@ def test_while_a_library_is_loaded(place: Path, library: str) -> None:
     code, stderr = _interrupt(place, lambda pid: _maps(pid, library), *BUILD)
     assert (code, stderr) == (
         130,
-        "sparsekv: interrupted; what is whole is kept, and the same command goes on from there\n",
+        "sparsekv: interrupted; complete parts are kept, and the same command goes on from there\n",
     )
 
 
@@ -70,7 +70,7 @@ def test_a_build_goes_on_after_it(place: Path) -> None:
     code, stderr = _interrupt_forked(place, lambda pid: any(place.glob("new.skv/context/*")), *BUILD)
     assert (code, stderr) == (
         130,
-        "sparsekv: interrupted; what is whole is kept, and the same command goes on from there\n",
+        "sparsekv: interrupted; complete parts are kept, and the same command goes on from there\n",
     )
     assert not (place / "new.skv" / "manifest.json").exists()
     assert run_here(*BUILD).code == 0

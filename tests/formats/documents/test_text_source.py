@@ -43,13 +43,13 @@ def _writing(path: str, write: Callable[[int], None]) -> threading.Thread:
 def test_a_file_comes_back_whole_or_its_beginning(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(DATA)
     assert read_bytes(str(tmp_path / "text")) == DATA
-    assert read_bytes(str(tmp_path / "text"), most=1000) == DATA[:1000]
+    assert read_bytes(str(tmp_path / "text"), limit=1000) == DATA[:1000]
     with open_source(str(tmp_path / "text")) as reader:
         assert reader.read(10) + reader.read() == DATA
 
 
 def test_an_endless_file_is_read_no_further_than_wanted() -> None:
-    assert read_bytes("/dev/zero", most=1000) == bytes(1000)
+    assert read_bytes("/dev/zero", limit=1000) == bytes(1000)
 
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_layers_beyond_the_number_of_the_config_are_refused(tmp_path: Path, fami
     fewer = {name: config[name][:-1] for name in ("layer_types", "no_rope_layers") if config.get(name)}
     (tmp_path / "config.json").write_text(json.dumps(config | fewer))
     first = rf"the first: (model\.)?layers\.{config['num_hidden_layers']}\."
-    with pytest.raises(SparsekvError, match=rf"tensors that it lacks by its config \({first}.*correct config.json"):
+    with pytest.raises(SparsekvError, match=rf"its config does not allow \({first}.*correct config.json"):
         load_model(str(tmp_path), device="cpu")
 
 
