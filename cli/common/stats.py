@@ -58,8 +58,8 @@ def windows_line(manifest: Manifest) -> str | None:
     over_all = (TOLD_FRACTION * full + windowed) / (full + windowed)
     return (
         f"The kv fraction is that of the {len(manifest.indexed_layers)} layers that attend to the whole document. The "
-        f"other {len(windows)} layers attend to a window, with every method. A kv fraction of {TOLD_FRACTION} is "
-        f"{over_all:.2f} of all layers' keys and values."
+        f"other {len(windows)} layers attend to a window, with every method. With these layers counted, a kv fraction "
+        f"of {TOLD_FRACTION} is {over_all:.2f}."
     )
 
 

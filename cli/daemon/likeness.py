@@ -56,7 +56,7 @@ only after the fork. Libraries read hundreds of other variables when they are im
 
 
 def likeness() -> dict[str, Any]:
-    """Return the compared facts of this process, by name."""
+    """Return the facts of this process that must be equal in server and client, by name."""
     environment = QUIET | os.environ
     bound_spinning(environment)
     return {

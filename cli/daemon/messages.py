@@ -94,7 +94,7 @@ follows."""
 GO = b"G"
 """Answer of the client to ACCEPTED. The command then begins."""
 TO_ALL = 0x80
-"""Bit that is set in the number of a signal if the terminal sends the signal to all processes of a command."""
+"""Bit that the client sets in a signal's number if a terminal sends this signal to all processes of a command."""
 _HEAD = struct.Struct("=Q")
 MOST_MESSAGE_BYTES = 16 << 20  # by default the kernel limits arguments and environment to 6 MiB
 MOST_DESCRIPTORS = 200  # maximum number of descriptors in a message; the kernel's limit is 253

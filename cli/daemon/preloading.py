@@ -69,7 +69,7 @@ class Preloaded:
     threads: int
 
     def warm_up(self) -> Iterator[None]:
-        """Start torch's threads and map the memory pages of the weights, in a fork; yields after each step."""
+        """Start torch's threads and map the memory pages of the weights; yield after each step. Called in a fork."""
         import torch
 
         from sparsekv.formats.device import map_pages
@@ -85,7 +85,7 @@ class Preloaded:
             yield from map_pages(model.parameters())
 
     def described(self) -> list[str]:
-        """Describe the open indices, and mark those whose files have changed, which commands open anew."""
+        """Return a description of each open index. It says so if the index's files have changed since it was opened."""
         from sparsekv.runtime.decoding.kept import kept_indices
 
         anew = "; changed since, so commands open it anew"

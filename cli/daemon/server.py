@@ -53,7 +53,7 @@ NAMES = ("<stdin>", "<stdout>", "<stderr>")
 
 
 def become(request: dict[str, Any], received: list[int], by_imports: dict[str, str]) -> None:
-    """Give this process the state of the client.
+    """Give this process, a fork of the server, the state of the client whose command it will run.
 
     Args:
         request: the client's message: arguments, environment, streams and signals.

@@ -106,7 +106,7 @@ class _End:
 
 @contextmanager
 def _ends() -> Iterator[_End]:
-    """Record Ctrl-C and SIGTERM within the context, unless they are ignored.
+    """Record Ctrl-C and SIGTERM within the context, unless this process ignores them.
 
     A terminal sends Ctrl-C also to the ranks. The first rank then reports which results are kept.
     """
@@ -308,9 +308,12 @@ def join_ranks(device: str) -> "Ranks | None":
 
 
 def refuse_with_ranks(given: Mapping[str, object]) -> None:
-    """Raise UsageError for the first of these options, given with their values, that the user has set.
+    """Raise UsageError if the user has set one of these options, which work only in a single process.
 
-    Only ranks call this function. The options work only in a single process.
+    Only ranks call this function.
+
+    Args:
+        given: value of each option, by option; a false value for one that the user has not set.
     """
     for option, value in given.items():
         if value:

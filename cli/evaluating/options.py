@@ -142,8 +142,8 @@ class EvalOptions:
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Method to compare with dense attention, which always runs; repeatable; only `dense`: no other "
-            "method. Default: all.",
+            help="Method to compare with dense attention, which always runs; repeatable. `dense` alone: no method is "
+            "compared. Default: all.",
             autocompletion=names_of(methods, "all", DENSE),
         ),
     ] = None
@@ -282,16 +282,16 @@ class EvalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalCall:
-    """A call of `eval`: its options, and the context that knows which of them the user typed.
+    """A call of `eval`: its options, and typer's context, which knows which options the user typed.
 
-    The options are apart, because they are sent to the workers of a Ray cluster.
+    The options are a separate object, because they are sent to the workers of a Ray cluster.
     """
 
     ctx: typer.Context
     options: EvalOptions
 
     def check(self) -> None:
-        """Raise the errors of `EvalOptions.check`, and UsageError for an option that the user typed in vain."""
+        """Raise the errors of `EvalOptions.check`, and UsageError for a typed option that has no effect."""
         options = self.options
         options.check()
         if set(options.method or ()) == {DENSE}:
@@ -305,8 +305,10 @@ class EvalCall:
         note_idle_encoding(self.ctx, [] if options.document is None else [options.document], quiet=options.run.quiet)
 
     def note_unread(self) -> None:
-        """Print a note for each option that the user typed and that no task reads. A note, because a script may ask
-        for many tasks with the same options."""
+        """Print a note for each option that the user typed and that no task reads.
+
+        This is no error, because a script may run many tasks with the same options.
+        """
         options = self.options
         of_tasks = {
             "--contexts": options.contexts,
@@ -320,8 +322,11 @@ class EvalCall:
                 note(line, quiet=options.run.quiet)
 
     def refuse_idle(self, methods: Mapping[str, Method]) -> None:
-        """Raise UsageError if the user typed --residual, and no method drops the tokens that it does not select; or
-        --dense-layers, and all methods have dense layers of their own."""
+        """Raise UsageError if --residual or --dense-layers, which the user typed, has no effect on any of the methods.
+
+        --residual needs a method that drops the tokens that it does not select. --dense-layers needs a method without
+        dense layers of its own.
+        """
         layers = self.options.dense_layers
         changed = any(first_dense(one, layers) for one in methods.values())
         if layers and methods and not changed and self._typed({"--dense-layers": layers}):

@@ -54,7 +54,7 @@ def refuse_unwritable_answers(path: Path | None) -> None:
 
 
 def write_answers(records: Iterable[dict[str, Any]], path: Path, *, quiet: bool) -> None:
-    """Write each question's answer by each variant as a line of JSON.
+    """Write records of answers, one for each question, method and budget, as lines of JSON.
 
     The file is written whole or not at all. Raises the errors of `refuse_unwritable_answers`, and SparsekvError if the
     file cannot be written.
@@ -96,7 +96,7 @@ def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
 
 
 def note_wrong_baselines(rows: Sequence[Score], *, quiet: bool) -> None:
-    """Print a note with the tasks, at their lengths, of which dense attention answers no question rightly, if any."""
+    """Print a note that names the tasks, with lengths, in which dense attention answers no question rightly, if any."""
     wrong = [row for row in rows if row.difference is None and row.turn is None and row.unit == "%" and row.score == 0]
     if wrong:
         named = [row.task if row.length is None else f"{row.task} of {row.length:,} tokens" for row in wrong]
@@ -105,7 +105,11 @@ def note_wrong_baselines(rows: Sequence[Score], *, quiet: bool) -> None:
 
 
 def note_unbuilt(contexts: int, *, quiet: bool) -> None:
-    """Print a note for --keep-indices, if it kept no index of some contexts because their answers are stored."""
+    """Print a note if --keep-indices kept no index of some contexts, because all their answers were stored already.
+
+    Args:
+        contexts: number of these contexts.
+    """
     if contexts:
         counted = f"{contexts} context{'s' * (contexts != 1)}"
         told = f"--keep-indices keeps no index of {counted}: all answers were known, so none was built"

@@ -41,8 +41,11 @@ def cluster_summary(rows: Rows) -> Table:
 
 
 def list_summary(rows: Rows) -> Table:
-    """Return a table of one row about the posting lists of all layers: their number and entries, the share of keys in
-    lists, and the shares of the most and the least decisive subspace of a query in the ranking of keys."""
+    """Return a table of one row about the posting lists of all layers.
+
+    The row has the number of lists and of their entries, and the share of keys in lists. It also has the shares that a
+    query's most and least decisive subspaces have in the ranking of keys.
+    """
     title = "posting lists of all layers: means, and the least and the most of a layer (--by layer)"
     columns = "lists", "entries each", "keys listed", "in lists", "a query's most", "its least"
     table = titled_table(title, (), columns, wrap=True)

@@ -27,8 +27,10 @@ MEASURES = {"by_token": (), "by_head": (), "records": ("recall", "attention_mass
 
 
 def packed_trace(document: dict[str, Any]) -> dict[str, Any]:
-    """Pack a trace into the format that `assets/trace_data.js` reads: `facts`, the prompt, and groups of shares.
-    `facts` are all values except the long lists."""
+    """Return a trace in the packed format that `assets/trace_data.js` reads: `facts`, the prompt, and groups of shares.
+
+    `facts` are all values of the trace except the long lists.
+    """
     facts = {name: value for name, value in document.items() if name not in LISTS}
     groups = {name: _group(document[name], KEYS[name], MEASURES[name], TOKEN_LISTS[name]) for name in KEYS}
     budget = budget_text(document["budget"])
@@ -164,8 +166,11 @@ def _told_change(difference: float) -> str:
 
 
 def describe_without(found: dict[str, Any]) -> str:
-    """Return a line with the answer that the model gives while the passages of `--without` are hidden. The line also
-    states how much less or more likely the first answer, which was given with these passages, is then."""
+    """Return a line with the answer that the model gives while the passages of `--without` are hidden.
+
+    The first answer was given with these passages. The line also states how much less or more likely it is without
+    them.
+    """
     shown, hidden = found["log_probability"]
     likely = f"{_told_change(abs(hidden - shown))} times {'less' if hidden < shown else 'more'} likely"
     return (

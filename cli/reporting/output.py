@@ -69,11 +69,11 @@ def _odd(rows: Sequence[RecallRow], middle: int) -> list[str]:
         "reads nothing between sinks and tail. Nothing reads less, so it has a star whatever its error.": [
             row for row in pareto_front(usable) if row.kv_fraction == 0
         ],
-        "reads every key to choose, which is half of all there is: a kv fraction above 0.5.": all_keys,
-        "ranks every key by exact attention, and so chooses what the oracle does.": [
+        "reads every key to choose. Keys are half of all keys and values, so the kv fraction is above 0.5.": all_keys,
+        "ranks every key by exact attention, and so chooses the oracle's tokens.": [
             row for row in all_keys if row.recall >= 1 - ROUNDING and row.selected_tokens < middle
         ],
-        "selects more than the budget, as some of its layers attend to everything.": [
+        "selects more tokens than the budget allows, because some of its layers attend to all tokens.": [
             row for row in sharing if row.selected_tokens > row.budget_tokens
         ],
         "selects more tokens than the budget allows.": [
@@ -138,7 +138,7 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, man
     Args:
         groups: the columns by which rows are grouped: `layer`, `kv_head`, both or none.
         within: largest kv fraction of the best row, which is the row with the least error.
-        manifest: that of the reported index.
+        manifest: manifest of the reported index.
         answers: the result of `answers_line`.
     """
     rows = report.by(*groups)
@@ -153,8 +153,10 @@ def print_report(report: RecallReport, groups: Sequence[str], within: float, man
 
 
 def answers_line(artifact: Artifact, report: RecallReport, within: float) -> str:
-    """Return a sentence with the `eval` command for the methods of least error at a kv fraction up to `within`. The
-    report's error is not a rate of right answers; only `eval` counts right answers."""
+    """Return a sentence with the `eval` command for the methods of least error at a kv fraction up to `within`.
+
+    A report's error is not a rate of right answers; only `eval` counts right answers.
+    """
     ranked = [row for row in report.ranked_within(within) if row.kv_fraction]
     rivals = [row for row in ranked if row.output_error <= RIVALS * ranked[0].output_error]
     names = list(dict.fromkeys(row.method for row in rivals))[:ANSWERING]
