@@ -66,8 +66,8 @@ class DecodeConfig:
             and do not use fused kernels.
         placement: where the document's keys and values are stored: `device`, `host` (memory) or `disk`.
         dense_layers: number of the model's first layers that attend to all tokens, regardless of their budgets.
-        dense_from: number of answers from which on a shared step attends to all tokens, because it is then faster.
-            None: every step selects tokens.
+        dense_from: number of answers in a shared step from which on the step attends to all tokens, because that is
+            then faster. None: every step selects tokens.
         lossless: the method only drafts tokens, which dense attention verifies; see `runtime.decoding.lossless`.
         ahead: prefetch each step's rows, by a search with the previous step's query during the previous step.
         origin: source of the method and the budget, as text for the user, if the user did not choose them.
@@ -119,7 +119,7 @@ class DecodeConfig:
                 )
 
     def densely(self, origin: str = "") -> "DecodeConfig":
-        """Return the config with dense attention instead of its method; `origin` says why, if not the user chose it."""
+        """Return the config with dense attention instead of its method; `origin` is a reason that the user is shown."""
         return replace(self, attention=Dense(), budget=EVERYTHING, layer_budgets={}, dense_layers=0, origin=origin)
 
     @property

@@ -294,8 +294,8 @@ def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
 def attend_in_layout(executor: GatherExecutor, step: Step) -> torch.Tensor:
     """Attend to all rows in the layout's order; return [Hk, G, Q, D].
 
-    The rows are those of a selection, so that `executor.attend_to` knows the token of each row. With
-    `attend_to_everything`, it would not know the order of the rows.
+    The rows are passed as a selection, so that `executor.attend_to` knows the token of each row.
+    `attend_to_everything` would not know the order of the rows.
     """
     used = executor.middle.used
     starts = torch.zeros(len(step.query), 1, 1, dtype=torch.int64, device=step.query.device)

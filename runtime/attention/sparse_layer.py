@@ -139,7 +139,7 @@ class PackedSparse(PackedLayer):
     All answering sequences attend to the union of the rows that at least one of them selects.
 
     Args:
-        dense_from: number of tokens of answers from which on they attend to all rows; None: never.
+        dense_from: number of answer tokens in a step from which on these tokens attend to all rows; None: never.
     """
 
     def __init__(self, layer: SparseLayer, slots: int, dense_from: int | None = None):
@@ -165,7 +165,7 @@ class PackedSparse(PackedLayer):
         return self._attend_to_all(call, self.own.seen_by(step.answering, step.longest))
 
     def select_and_attend(self, call: AttentionCall, step: PackedStep) -> torch.Tensor:
-        """Attend for one token of each sequence that continues an answer to the rows that are selected for them."""
+        """Attend for the answering sequences, one token each, to the rows that are selected for these tokens."""
         if call.query.shape[1] == 1 and not call.query.is_cuda and not self.in_place and self.conversation is None:
             return self._answer_alone(call, step)
         plan, grouped, how = self.plan, call.grouped, call.scaling
@@ -232,7 +232,7 @@ class PackedSparse(PackedLayer):
     def _attend_to_all(self, call: AttentionCall, own: OwnRows) -> torch.Tensor:
         """Attend with each query [Hq, B, D] to all rows of the middle, to the exact rows, and to its own sequence.
 
-        Where rows cannot be read in place, this copies those that are not on the device, and allocates their logits.
+        If rows cannot be read in place, rows that are not on the device are copied, and all rows' logits are allocated.
         """
         middle = self.plan.middle
         # `in_place()` may copy the rows on a CPU.

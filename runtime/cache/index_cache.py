@@ -37,7 +37,7 @@ class BuiltLayers:
     def check(self, call: AttentionCall) -> None:
         """Raise IdentityError if a layer's first call differs from the settings.
 
-        After a call that does not differ, later calls only look up a dict.
+        Once a layer's first call has matched, each later call of the layer costs one look-up in a dict.
         """
         if (facts := self._left.get(call.layer)) is None:
             return
@@ -171,8 +171,8 @@ class SequenceCache(CalledCache, ABC):
     def kept(self, slot: int, tokens: int) -> KeptRows:
         """Return copies of the slot's first `tokens` rows after the stored context, and of the slot's state.
 
-        The state is always that after all rows of the slot. Therefore it belongs to the copied rows only if these are
-        all rows.
+        The state is always the state after all rows of the slot. Therefore it belongs to the copied rows only if all
+        rows are copied.
         """
         raise NotImplementedError
 
@@ -222,7 +222,7 @@ class SequenceCache(CalledCache, ABC):
         """Count a launched or replayed decode step on the host."""
 
     def release(self) -> None:
-        """End the decode steps of an answer."""
+        """End the decode steps of an answer; the base class does nothing."""
 
     @abstractmethod
     def buffers(self) -> tuple[int, ...]:
@@ -396,7 +396,7 @@ class IndexCache(SequenceCache):
     def drop(self, tokens: int) -> None:
         """Drop the rows of the last `tokens` tokens. The next tokens are decode steps, if fed one by one.
 
-        The cache must have no states, which cannot be taken back.
+        The cache must have no states, because a state cannot be taken back.
         """
         self.release()
         for layer in self.stored_layers:
@@ -412,8 +412,8 @@ class IndexCache(SequenceCache):
     def check_length(self, tokens: int) -> None:
         """Raise SparsekvError unless every layer has `tokens` tokens, or every layer has one token less.
 
-        Without this check, transformers would prefill the tokens that it considers missing, possibly the whole
-        document, and append rows that the cache already has.
+        `tokens` is the number of tokens before a question. Without this check, the question could follow rows that the
+        caller does not know, or `answer_after` would prefill every token that the cache lacks.
         """
         lengths = {layer.get_seq_length() for layer in self.stored_layers}
         if len(lengths) > 1 or not lengths <= {tokens, tokens - 1}:

@@ -35,7 +35,7 @@ class KeptRows:
         return replace(self, rows=rows, state={name: one.to(device) for name, one in self.state.items()})
 
     def first(self, tokens: int) -> "KeptRows":
-        """Return the first `tokens` rows, as views. The state stays that after all rows."""
+        """Return the first `tokens` rows, as views. The state is still the state after all rows."""
         if tokens == self.tokens:
             return self
         return replace(

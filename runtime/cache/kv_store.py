@@ -68,8 +68,8 @@ class LayerRows:
     def part(self, tokens: slice, device: torch.device) -> Pair:
         """Return the keys and values [Hk, T, D] of T consecutive tokens on a device, in the index's dtype.
 
-        Of int8 rows, only those of these tokens are dequantised, and they are not cached. No row is dequantised if `on`
-        has already dequantised all rows.
+        If the rows are int8, only the rows of these tokens are dequantised, and the result is not cached. No row is
+        dequantised if `on` has already dequantised all rows.
         """
         if device not in self._restored:
             return self.stored_on(device).part(tokens)

@@ -42,8 +42,8 @@ class Piece:
 class StepTokens:
     """A subset of T' tokens of a step.
 
-    `slots` and `rows` [T'] int64: as in `PackedStep`. Of its sequence's rows after the stored context, each token
-    attends to those from `first` [T'], which is 0, to `used` [T'] - 1. `ends` [B] int32 is the index, within the
+    `slots` and `rows` [T'] int64: as in `PackedStep`. Each token attends to its sequence's rows after the stored
+    context, from row `first` [T'], which is 0, to row `used` [T'] - 1. `ends` [B] int32 is the index, within the
     subset, after the last token of each of B sequences. `asks` [B] bool is True if the sequence's tokens belong to a
     question. Otherwise the sequence has one token, of an answer.
     """
@@ -315,7 +315,8 @@ class PackedCache(SequenceCache):
         """Return the number of keys for which transformers makes a mask, and the index of the first of them, 0.
 
         The number may be smaller than the number of keys of a sequence, because only the sliding window is read from
-        the mask. A window that counts as none covers each sequence (`positions_of`).
+        the mask. A window of at least the model's original positions counts as no window, which is correct here,
+        because no sequence is longer than such a window (`positions_of`).
         """
         assert self.step is not None
         layer = self.by_number.get(layer_idx, self.stored_layers[0])  # transformers may pass a layer without rows

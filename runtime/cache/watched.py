@@ -32,9 +32,9 @@ class WatchedQueries:
         self._channels, self._newest = edges[-1], torch.empty(0)
 
     def write(self, call: AttentionCall, last: torch.Tensor | slice) -> None:
-        """Store the queries of the tokens at the places `last` [B] of a layer's attention call, one for each sequence.
+        """Store the queries of each sequence's last token in a layer's attention call.
 
-        Does nothing for a layer without retrieval heads.
+        `last` [B] are the indices of these tokens in the call. Does nothing for a layer without retrieval heads.
         """
         heads = self.heads.get(call.layer)
         if heads is None:

@@ -50,7 +50,7 @@ def check_sampling(values: Any, named: Callable[[str], str] = str) -> None:
 
     Args:
         values: an object with the fields of `Sampling`.
-        named: returns the name of a field in the message.
+        named: returns, for a field's name, the name that error messages use, such as `--top-p`.
     """
     for one in fields(Sampling):
         check_type(named(one.name), getattr(values, one.name), one.type)
@@ -91,8 +91,8 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
 def draw(scores: torch.Tensor, sampling: Sampling, randoms: Sequence[torch.Generator]) -> list[int]:
     """Draw a token for each row of scores [B, V].
 
-    Each answer has its own generator, because all threads of the process share torch's global generator. The random
-    numbers equal those after `torch.manual_seed(seed)`.
+    Each answer has its own generator, because all threads of the process share torch's global generator. A generator's
+    random numbers equal those of the global generator after `torch.manual_seed(seed)`.
     """
     nothing = torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
     probability = warpers(sampling)(nothing, scores).softmax(-1)  # type: ignore[arg-type]  # any tensors will do
@@ -101,9 +101,9 @@ def draw(scores: torch.Tensor, sampling: Sampling, randoms: Sequence[torch.Gener
 
 
 LONGEST = 32
-"""A `Streamer` that has this many tokens drops those that it no longer needs, unless a character is incomplete."""
+"""Number of tokens at which a `Streamer` drops tokens that it no longer needs, unless a character is incomplete."""
 INCOMPLETE = "\ufffd"
-"""Text of the first bytes of a character, until a later token has the others."""
+"""Text to which an incomplete character is decoded, until later tokens add its other bytes."""
 LONGEST_CHARACTER = 4
 """Largest number of bytes of a character."""
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -132,7 +132,7 @@ class Streamer:
         self._passed = 0  # characters of the text of `tokens`
 
     def put(self, token: int) -> None:
-        """Add the next token of the answer, unless it is one of `ends` or has no text in any answer."""
+        """Add the next token of the answer. EOS tokens, special tokens and ids without a token are ignored."""
         name = self.tokenizer.convert_ids_to_tokens(token)
         # Embeddings beyond the tokenizer's vocabulary have no name.
         if token in self.ends or name is None or self._is_special(token):
@@ -169,7 +169,7 @@ class Streamer:
         return _text(self.tokenizer, self.tokens[start:])
 
     def _shorten(self, text: str) -> None:
-        """Keep the fewest last tokens that decode to the end of `text`, which the callback has.
+        """Drop tokens, except the fewest last tokens that still decode to the end of `text`. The callback has `text`.
 
         Some decoders strip the leading space of the first token. Without a token before a new line, such a decoder
         would strip a space that belongs to the line.
@@ -183,8 +183,8 @@ class Streamer:
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     """Decode the tokens of an answer to text, without special tokens and without transformers' clean-up of spaces.
 
-    Tokens such as `<0xE2>` are single bytes. If such tokens end within a character, tokenizers decode none of the bytes
-    before it. Here only the incomplete character becomes U+FFFD.
+    Tokens such as `<0xE2>` are single bytes. If a run of byte tokens ends within a character, tokenizers decode none of
+    the run's bytes. This function decodes them, and only the incomplete character becomes U+FFFD.
     """
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     # Neither special tokens nor embeddings beyond the tokenizer's vocabulary, which have no name, end a run of bytes.
@@ -199,13 +199,13 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     """Decode tokens without special tokens, and with all spaces.
 
-    The clean-up of some tokenizers removes a space when a full stop follows it, which may have been streamed already.
+    The clean-up of some tokenizers removes a space before a full stop, and the space may have been streamed already.
     """
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _begins_character(names: Sequence[str]) -> bool:
-    """Whether tokens are single bytes, the first but not all bytes of a character."""
+    """Whether all tokens are byte tokens, and together the first but not all bytes of one UTF-8 character."""
     found = [int(one[1], 16) for name in names if (one := BYTE.fullmatch(name))]
     try:
         return len(found) == len(names) and not UTF_8().decode(bytes(found))
@@ -237,12 +237,13 @@ OF_GREEDY_ANSWERS = (
     "watermarking_config",
     "max_time",
 )
-"""Settings of a `generation_config` by which transformers' `generate` changes or ends also an answer without sampling.
-They are not used here."""
+"""Settings of a `generation_config` that change or end greedy answers of transformers' `generate`.
+
+Answers over an index ignore these settings."""
 
 
 def unused_settings(model: PreTrainedModel) -> str:
-    """Return a line that names those of `OF_GREEDY_ANSWERS` that a model's `generation_config` sets; empty for none."""
+    """Return a line that names the settings of `OF_GREEDY_ANSWERS` in a model's `generation_config`; empty for none."""
     values = {name: getattr(model.generation_config, name, None) for name in OF_GREEDY_ANSWERS}
     changing = {name: value for name, value in values.items() if value and value != 1}
     named = [f"{name} {value}" if isinstance(value, int | float) else name for name, value in changing.items()]
@@ -257,10 +258,9 @@ def ending_tokens(index: OpenIndex) -> set[int]:
 
 
 def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
-    """Return the ids of the EOS tokens: those of the model's `generation_config`.
+    """Return the ids of the EOS tokens of the model's `generation_config`, and in a chat the end-of-turn token.
 
-    In a chat, the chat template's end-of-turn token is an EOS token too. Without this token the model would continue
-    with invented turns.
+    Without the chat template's end-of-turn token the model would continue with invented turns.
     """
     found = own_endings(model)
     if not chat or (end := end_of_turn(tokenizer)) is None:
@@ -274,12 +274,12 @@ def finish_reason(answer: Sequence[int], ends: set[int]) -> str:
 
 
 def unshown_endings(index: OpenIndex) -> set[int]:
-    """Return the EOS tokens that are not shown as text: those among the tokenizer's added tokens, special or not."""
+    """Return the EOS tokens that are not shown as text: all that are added tokens of the tokenizer, special or not."""
     return ending_tokens(index) & index.tokenizer.added_tokens_decoder.keys()
 
 
 def answer_text(index: OpenIndex, answer: Sequence[int]) -> str:
-    """Decode an answer's tokens to text, without special tokens and without a last token in `unshown_endings`."""
+    """Decode an answer's tokens to text, without special tokens and without a last EOS token (`unshown_endings`)."""
     shown = answer[:-1] if answer and answer[-1] in unshown_endings(index) else answer
     return decoded(index.tokenizer, shown)
 

@@ -37,7 +37,7 @@ def choose_config(
             that drops none.
         prefill: attention of a question's tokens: `own` (the answer's method), a method's name, or `dense` (default).
         prefill_budget: the budget of the method that `prefill` names; by default `QUESTION_BUDGET`.
-        others: other fields of the config.
+        others: values of further fields of `DecodeConfig`, by name.
 
     Raises:
         UsageError: a method, budget or parameter does not exist; a budget, parameter or residual is given with `dense`;
@@ -71,16 +71,16 @@ def choose_config(
 
 
 SHORT = 48 * 2**20
-"""Bytes of a layer's keys and values below which a GPU reads all of them while a method's kernels still select tokens.
+"""Bytes of one layer's keys and values below which dense attention on a GPU is as fast as selecting tokens.
 
-On an H200 a step of codes takes at least 24 microseconds, in which dense attention reads 45 to 60 MB.
+On an H200 a step of the method codes takes at least 24 microseconds, in which dense attention reads 45 to 60 MB.
 """
 
 
 def dense_if_short(artifact: Artifact, config: DecodeConfig) -> DecodeConfig:
-    """Return a default config for one question on a GPU: dense attention if the document is short (`SHORT`).
+    """Return the config for one question on a GPU: dense attention if the document is short (`SHORT`), else `config`.
 
-    A setting that `tune` stored stays.
+    A config that comes from the setting that `tune` stored is returned unchanged.
     """
     layer = artifact.manifest.files[layer_file("context", artifact.manifest.indexed_layers[0])]
     if isinstance(config.attention, Dense) or config.origin or layer.bytes >= SHORT:
@@ -108,16 +108,16 @@ def attention_of(artifact: Artifact, name: str | None) -> tuple[str, type[Method
     return found, methods()[found]
 
 
-def refuse_beside_dense(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for the first option in `given` whose value is set; dense attention uses none of them."""
-    for option, value in given.items():
+def refuse_beside_dense(options: Mapping[str, Any]) -> None:
+    """Raise UsageError for the first option whose value is set, because dense attention uses none of the options."""
+    for option, value in options.items():
         if value:
             told = option if value is True else f"{option} {value}"
             raise UsageError(f"{told} has no effect with --method {DENSE}, which attends to all tokens; leave it out")
 
 
 def idle_budget(attention: MethodSpec | QuestionPrefill | Dense | Own, option: str) -> str:
-    """Return a line that says that a budget has no effect on a method; empty if it has one.
+    """Return a line that says that a budget has no effect on a method; an empty string if the budget has an effect.
 
     Args:
         option: the option and its value, such as `--budget 5%`.
@@ -128,13 +128,13 @@ def idle_budget(attention: MethodSpec | QuestionPrefill | Dense | Own, option: s
 
 
 def refuse_idle_budget(attention: MethodSpec | QuestionPrefill | Dense | Own, option: str, budget: object) -> None:
-    """Raise UsageError if a budget is given, which may be None, and the method ignores it."""
+    """Raise UsageError if the method ignores its budget, unless the budget is None."""
     if budget is not None and (told := idle_budget(attention, f"{option} {budget}")):
         raise UsageError(f"{told}; leave it out")
 
 
 def refuse_residual(methods: Iterable[str]) -> NoReturn:
-    """Raise UsageError for --residual with methods that represent the tokens that they do not select themselves."""
+    """Raise UsageError for --residual with methods that represent unselected tokens without it."""
     raise UsageError(
         f"--residual has no effect on {', '.join(methods)}: the tokens that are not selected are represented without "
         "it; leave it out"

@@ -55,8 +55,8 @@ def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, token
             document have all of their tokens in one row.
 
     Returns:
-        The handle of the hook that switches between compiled and eager calls. After `remove`, later calls run like the
-        last call before it.
+        The handle of the hook that switches between compiled and eager calls. After the handle's `remove`, all calls
+        are compiled or eager, as the last call was.
     """
     # imported here, because `sparsekv generate --help` imports this file and needs no compiler
     from sparsekv.runtime.decoding.joined_linears import JoinLinears

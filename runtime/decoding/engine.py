@@ -243,8 +243,8 @@ class Engine:
     Sequences in `waiting` wait until a step gives them a free slot. Each step allocates the logits of all sequences.
 
     Args:
-        cache: a cache of the index. No other code may use the cache meanwhile. A packed cache must have been made from
-            a cache for which `why_alone` returns an empty string.
+        cache: a cache of the index. No other code may use the cache while the engine answers. A packed cache must have
+            been made from a cache for which `why_alone` returns an empty string.
         chunk: maximum number of question tokens in a step, if the cache can prefill a question in several steps; None:
             questions are never divided.
         turns: stores copies of ended sequences' rows, for questions that begin with the same tokens; only for a cache
@@ -288,8 +288,8 @@ class Engine:
     def answers(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """Answer questions; yield each answer with its question's index once it is complete.
 
-        While this generator waits for its caller, other threads may use the model. If one of them rewinds the cache
-        while questions are being answered, this generator raises.
+        While this generator waits for its caller, other threads may use the model. If another thread rewinds the cache
+        before all questions are answered, this generator raises.
 
         Raises:
             UsageError: another question was asked over the same cache between two answers.
@@ -434,7 +434,7 @@ class Engine:
     def _fed(self) -> list[Fed]:
         """Assign free slots to waiting questions; return the tokens to feed in the next step.
 
-        The cache is rewound before, if questions wait and no sequence is active.
+        The cache is rewound first, if questions wait and no sequence is active.
         """
         if self.waiting and not self.active:
             self.cache.rewind()
@@ -477,7 +477,10 @@ class Engine:
         return left == QUESTION_TOKENS or len(self.waiting[0].question) <= left
 
     def _begin(self, slot: int) -> Sequence:
-        """Give a slot to the next question. Restore copies of rows of the question's first tokens, if there are any."""
+        """Give a slot to the next waiting question; return its sequence.
+
+        If copies of the rows of the question's first tokens are stored, they are restored.
+        """
         sequence = self.waiting.popleft()
         self.cache.expect_prompt(sequence.prompt_tokens)
         sequence.started, sequence.read_before = time.perf_counter(), self._read()
@@ -579,7 +582,7 @@ class Engine:
         return chosen, [found.get(place) for place in range(len(slots))]
 
     def _read(self) -> tuple[float, int]:
-        """Return the rows read for all sequences so far, and the rows that dense attention would have read.
+        """Return how many rows were read for all sequences so far, and how many dense attention would have read.
 
         The first call after a step needs one sync.
         """
@@ -603,11 +606,11 @@ class Engine:
 
 
 def token_logprobs(scores: torch.Tensor, tokens: list[int], tops: dict[int, int]) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of some rows of scores [B, V] float32; allocates two copies of these rows.
+    """Return the log-probabilities of the rows in `tops`, of scores [B, V] float32; allocates two copies of these rows.
 
     Args:
         tokens: the token that was chosen in each row.
-        tops: number of likeliest tokens to return, by row. Other rows are left out.
+        tops: number of likeliest tokens to return, by row index.
     """
     if not tops:
         return {}
@@ -656,7 +659,7 @@ def generate(
 def prefill_question(index: OpenIndex, cache: IndexCache, question: torch.Tensor) -> PrefilledQuestion:
     """Prefill a question [Q] after the stored prompt, for answers over other caches of the index. Rewinds the cache.
 
-    A cache can answer from the result if `divides_questions` is true of its layers.
+    A cache can answer from the result if `divides_questions` returns True for its layers.
 
     Args:
         cache: a cache for dense attention.

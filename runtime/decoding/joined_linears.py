@@ -57,7 +57,7 @@ class JoinLinears(CustomGraphPass):  # type: ignore[misc]  # torch gives it no t
     """Replaces products of one row by calls of `one_row_linears`, which multiply up to TOGETHER weights in one launch.
 
     On a GPU, products with half-precision weights are replaced only from Hopper on. A product with rounded weights is
-    replaced only together with others of the same row.
+    replaced only together with other products of the same row.
 
     Args:
         device: type of the devices whose products are replaced.

@@ -120,7 +120,7 @@ def load_and_open(
         weights: the precision that the index must have been built with; `auto` is any.
         progress: called with one line at the start of each step that takes a while, and with `unused_settings`.
         loaded_in: called with the seconds that loading the model took, before the index is opened.
-        hold: keep the keys and values that the checks read, copied to a GPU or mapped, for the next cache.
+        hold: keep the keys and values that the checks read (copied to a GPU, or mapped) for the next cache.
         ranks: the processes that share the model; each opens its own heads.
         early: a reading of this index's files that has already begun.
 
@@ -177,7 +177,7 @@ def load_and_open(
 def keep_index(folder: Path) -> None:
     """Load the model of an index on the CPU, and prepare the index's default method, for the forks of this process.
 
-    The probe is not checked; check it before. An index whose model has rounded weights is not stored, only its model.
+    The caller must have checked the probe. If the model's weights are rounded, only the model is kept, not the index.
 
     Raises:
         SparsekvError: the model may not or cannot be loaded, or the index is damaged.
@@ -210,7 +210,7 @@ than this."""
 
 BITS: dict[Weights, int] = {"int8": 8, "int4": 4}
 MOST_ROUNDED = 0.9
-"""Share of rounded weights below which the user gets a note."""
+"""If less than this share of a model's weights is rounded, the user gets a note."""
 
 
 def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callable[[str], None]) -> LoadedModel:
@@ -219,7 +219,7 @@ def with_weights(loaded: LoadedModel, weights: Weights | None, progress: Callabl
     Peak memory is the loaded model and one layer, because rounded weights replace loaded weights layer by layer.
 
     Args:
-        progress: called with a line if many of the model's weights are in other layers.
+        progress: called with a line if the rounded weights are less than MOST_ROUNDED of all weights.
 
     Raises:
         UsageError: the checkpoint is quantised already, or the model has no linear layers.

@@ -42,17 +42,17 @@ def verifies_in_place(cache: IndexCache) -> bool:
 
 
 class VerifyingCache(PackedCache):
-    """The cache of passes of dense attention over up to `tokens` tokens of the sequence of an `IndexCache`.
+    """A cache through which one pass of dense attention feeds up to `tokens` tokens of an `IndexCache`'s sequence.
 
     A pass is a step of a `PackedCache` whose tokens all have the same slot, in neighbouring rows. The slot's rows are
-    the buffers of the sequence's own layers. So the sequence has the rows of a pass without a copy, once
+    views of the buffers of the `IndexCache`, so the rows of a pass need no copy. They become rows of the sequence once
     `IndexCache.count_written` counts them.
     """
 
     def __init__(self, alone: IndexCache, tokens: int):
         super().__init__(alone, [_verifying_layer(layer) for layer in alone.stored_layers], tokens)
         self._bound: list[torch.Tensor] = []
-        """The keys' buffer of each layer whose rows the slot has."""
+        """For each layer, the buffer of keys that the slot's rows are a view of."""
 
     def reserve(self, needed: int, most: int, *, capture: bool) -> bool:
         same = bool(self._bound) and needed <= self.packed[0].own.capacity
@@ -73,7 +73,7 @@ class VerifyingCache(PackedCache):
         return self.packed[0].own.capacity, *addresses
 
     def advance(self) -> None:
-        """Count no rows read: `DraftingEngine` tells that dense attention reads all of them."""
+        """Count no rows as read: `DraftingEngine` gives each answer a KV fraction of 1."""
 
 
 def _verifying_layer(layer: StoredLayer) -> PackedLayer:
@@ -98,8 +98,8 @@ class Verification:
         """Return the logits [T, V] after each of the fed tokens. The next call may overwrite them.
 
         Args:
-            first: row of the first token after the stored context.
-            most: maximum number of such rows at the end of the answer.
+            first: row index of the first fed token, counted from the end of the stored context.
+            most: maximum number of rows after the stored context, at the end of the answer.
         """
         self.cache.release()
         fed = [Fed(0, first + place, [token], asks=False) for place, token in enumerate(tokens)]
@@ -125,15 +125,15 @@ With the newest token, the longest draft fills a pass of 16 tokens, the largest 
 KEPT = 0.8
 """Decay: factor of a source's summed seconds and tokens when another step of this source is added."""
 AGAIN = 64
-"""The source that was unused for longest is tried again after this number of steps, times the number of sources."""
+"""A source that was unused for this number of steps, times the number of sources, is tried again."""
 WORTH_IT = 0.85
-"""Largest time of a token by the method, divided by that by dense attention, at which the method drafts.
+"""Largest ratio of the method's seconds per token to dense attention's at which the method decodes drafts.
 
-If dense attention accepts nine of ten tokens, drafts of two tokens take as long as none at this ratio, and longer
-drafts take longer.
+If dense attention accepts nine of ten tokens, drafts of two tokens save no time at this ratio, and longer drafts lose
+time.
 """
 HOPELESS = 1000
-"""Number of steps without drafts by the method, after its tokens took longer than `WORTH_IT`."""
+"""Number of steps for which the method decodes no drafts, after its ratio exceeded `WORTH_IT`."""
 
 
 @dataclass
@@ -148,9 +148,9 @@ class Pace:
     last: int = 0
 
     def add(self, seconds: float | None, tokens: int, step: int) -> None:
-        """Add a step's seconds and tokens to the sums, unless it is the source's first step, which may compile code.
+        """Add a step's seconds and tokens to the sums, and record the step's number as `last`.
 
-        Without `seconds`, the step is not added either.
+        The source's first step, which may compile code, and a step with `seconds` None are not added to the sums.
         """
         if self.last and seconds is not None:
             self.seconds, self.tokens = KEPT * self.seconds + seconds, KEPT * self.tokens + tokens
@@ -214,7 +214,7 @@ class Drafter:
     Attributes:
         steps: number of steps so far.
         drafted, accepted: numbers of drafted tokens and of accepted tokens so far.
-        paces: speed of each source, by what `source` returns.
+        paces: speed of each source; the keys are the values that `source` returns.
         decoding: speed of the method alone, for the tokens of its drafts.
     """
 
@@ -251,7 +251,7 @@ class Drafter:
         return {number: SortedRuns(self.document, number) for number in REPEATED}
 
     def source(self, found: Tokens[int]) -> str | int:
-        """Choose the source of the next draft: that with the fewest seconds per token, or one to try again (`AGAIN`).
+        """Return the source of the next draft: the one with the fewest seconds per token, or one to retry (`AGAIN`).
 
         Args:
             found: the draft from earlier text. If it is empty, earlier text is no source.
@@ -373,9 +373,10 @@ class DraftingEngine(Engine):
 
     @torch.inference_mode()
     def _verify(self, sequence: Sequence, draft: list[int]) -> list[Ended]:
-        """Feed the newest token and a draft. Add tokens to the answer, up to and including the first that differs.
+        """Feed the newest token and a draft. Add tokens to the answer, up to the first that differs from the draft.
 
-        Returns the sequence with its answer, or with an error, if the sequence ends; otherwise an empty list.
+        The token that differs is added too. Returns the sequence with its answer, or with an error, if the sequence
+        ends; otherwise an empty list.
         """
         logits = self._dense_logits(sequence, [sequence.answer[-1], *draft])
         self.read = None

@@ -176,7 +176,7 @@ def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
     """Raise ArtifactError if index and model differ in their layers.
 
-    They may differ in the number of layers, in the layers that attend, or in those with a recurrent state.
+    Compared are the number of layers, the layers that attend, and the layers with a recurrent state.
     """
     manifest = artifact.manifest
     compared = (
@@ -194,7 +194,7 @@ def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
 def _states_fit(artifact: Artifact) -> Iterator[None]:
     """Within the context, convert a model's error to an ArtifactError if the index stores states.
 
-    The states are then the likely reason, because the manifest does not have their sizes, and no check precedes.
+    The states are then the likely reason: the manifest does not record their sizes, so no earlier check compares them.
     """
     try:
         yield
@@ -231,7 +231,7 @@ class OpenIndex:
     """An index together with the model that it was built with.
 
     Args:
-        rows: keys and values by layer whose reading has already begun, for the probe.
+        rows: keys and values, by layer, that a thread has begun to read; the probe uses them.
         prepared: a method that is already prepared. The first sparse cache uses it if the method is that of the cache.
         tokenizer_files: the hash of the files that the tokenizer was loaded from; None: unknown.
         kept: the same index as opened by the server that forked this process. The first call of `cache` returns the
@@ -335,7 +335,7 @@ class OpenIndex:
         return IndexCache(layers, BuiltLayers(manifest.layers), states=self._state(tokens))
 
     def _state(self, tokens: int) -> DocumentState:
-        """Read the state after the first `tokens` tokens; convolutions get the model's dtype."""
+        """Read the states of layers after the first `tokens` tokens; states of convolutions get the model's dtype."""
         state = {
             # Recurrent states may be in float32 in a model of any dtype.
             name: one.to(self.device, self.dtype if ".conv_" in name else one.dtype)

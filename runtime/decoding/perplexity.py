@@ -23,17 +23,17 @@ def perplexity(index: OpenIndex, cache: IndexCache, continuation_ids: torch.Tens
 
 
 @torch.inference_mode()
-def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -> torch.Tensor:
-    """Return the negative log-likelihoods [T], float64, of tokens after the first `after` tokens of the stored prompt.
+def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, prompt_tokens: int) -> torch.Tensor:
+    """Return the negative log-likelihoods [T], float64, of tokens that follow the first tokens of the stored prompt.
 
     Each token is conditioned on all tokens before it. The cache is rewound first. With sparse layers tokens are fed one
     by one, as in generation, so that each query makes its own selection. Without sparse layers tokens are fed in
-    chunks; the result is the same. The first token is predicted from the last of the `after` prompt tokens, which
-    attends densely.
+    chunks; the result is the same. The first token is predicted from the last prompt token, which attends densely.
 
     Args:
-        cache: a cache of this index, over the prompt's first `after` tokens.
+        cache: a cache of this index, over the prompt's first `prompt_tokens` tokens.
         ids: [T] int64, the tokens.
+        prompt_tokens: number of tokens of the stored prompt that precede `ids`.
 
     Raises:
         UsageError: `ids` is empty.
@@ -44,9 +44,9 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
     step = 1 if any(isinstance(layer, SparseLayer) for layer in cache.stored_layers) else DENSE_CHUNK
     with exclusive(index.model):
         cache.rewind()
-        prompt = index.dense_cache(after - 1)
+        prompt, last = index.dense_cache(prompt_tokens - 1), index.input_ids[prompt_tokens - 1 : prompt_tokens]
         with route_attention(index.model, prompt.attend):
-            found = [_losses(index, prompt, torch.cat([index.input_ids[after - 1 : after].to(ids), ids[:1]]))]
+            found = [_losses(index, prompt, torch.cat([last.to(ids), ids[:1]]))]
         with route_attention(index.model, cache.attend), free_cores(index.model) as cores, all_cores(index.model):
             for start in range(0, len(ids) - 1, step):
                 cores.follow()
@@ -55,7 +55,7 @@ def losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor, after: int) -
 
 
 def _losses(index: OpenIndex, cache: IndexCache, ids: torch.Tensor) -> torch.Tensor:
-    """Return the negative log-likelihoods [T] of all but the first of ids [T + 1]; feed all but the last id."""
+    """Feed all but the last of ids [T + 1]; return the negative log-likelihoods [T] of all but the first id."""
     fed = tokens_at(index.model, ids[:-1], cache.get_seq_length())
     logits = index.model(**fed, **with_cache(index.model, cache)).logits[0]
     return cross_entropy(logits.float(), ids[1:], reduction="none").double()

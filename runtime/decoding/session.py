@@ -220,7 +220,7 @@ class Conversation:
         return torch.cat([self.index.input_ids, *(one.tokens for one in self.turns[:turn])])
 
     def last_asked(self) -> torch.Tensor:
-        """Return the token ids [T] after the stored prompt, up to and including the last question. Needs a turn."""
+        """Return the token ids [T] after the stored prompt, up to and including the question of the last turn."""
         return torch.cat([self.before(len(self.turns) - 1)[len(self.index.input_ids) :], self.turns[-1].question])
 
     def ask(
@@ -253,7 +253,10 @@ class Conversation:
             return answer
 
     def lost_of_answer(self) -> str:
-        """Return `lost_of_answer` of the last answer; empty if there is no answer, or without a chat frame."""
+        """Describe how the chat template will show the last answer; empty if it shows it whole, or without a template.
+
+        Before the first answer the result is empty, too.
+        """
         if not self.turns or self.raw or self.place.chat is None:
             return ""
         return lost_of_answer(self.index.tokenizer, answer_text(self.index, self.turns[-1].answer))

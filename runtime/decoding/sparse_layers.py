@@ -98,7 +98,7 @@ class SparseLayers:
         return SparseLayer(exact, self.split, plan_layer(parts, self.config))
 
     def parts(self, layer: int) -> tuple[Pair, LayerParts]:
-        """Return one layer's exact rows, those of sinks and tail, and the inputs of its plan.
+        """Return one layer's keys and values of sinks and tail, and the inputs of the layer's plan.
 
         The placement decides where the rows between sinks and tail are stored.
         """

@@ -255,7 +255,7 @@ class Codes(Method):
         metadata={"help": "Rank this many times the budget's keys by exact logits, and attend to the best; 1: off."},
     )
     scan: float = field(
-        default=1.0, metadata={"help": "Share of the tokens whose codes are read: those of the best clusters; 1: all."}
+        default=1.0, metadata={"help": "Share of the tokens whose codes are read, best clusters first; 1: all tokens."}
     )
     replace: bool = field(
         default=True, metadata={"help": "Attend to centroids instead of the tokens that are not selected."}

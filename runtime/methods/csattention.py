@@ -186,7 +186,8 @@ class TableSelector(Selector):
             return self._search_some(queries, budget)
         held = self.held.get(budget)
         if held is not None and held.steps >= self.step:
-            # A guard asks for raised budgets in some steps only. Their selections end with that of the first budget.
+            # A guard also selects at raised budgets, in some steps only. These selections are dropped together with the
+            # selection at the first budget.
             self.held.clear()
             held = None
         if held is None:
@@ -232,7 +233,7 @@ class TableSelector(Selector):
         return candidates, self._rows(lists) + more
 
     def _candidates(self, tokens: int) -> int:
-        """Return the number of tokens of which a search for `tokens` tokens compares the exact logits."""
+        """Return the number of candidates that a search for `tokens` tokens re-ranks by exact logits."""
         return min(self.tables.keys, math.ceil(tokens * self.rerank))
 
     def _estimate(self, piece: "_Piece") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -377,7 +378,10 @@ class CSAttention(Method):
     )
     backoff: float = field(
         default=0.0,
-        metadata={"help": "Share of lookups, those of lowest cosine to their centroid, that read two posting lists."},
+        metadata={
+            "help": "Share of lookups that read two posting lists: those whose query has the lowest cosine to its "
+            "nearest centroid."
+        },
     )
     step: int = field(default=1, metadata={"help": "Number of consecutive generated tokens that share one selection."})
     stream: bool = field(

@@ -227,8 +227,7 @@ def describe_clusters(
         tensors: tensors of the index, with token positions counted from the first middle token.
         keys, values: [Hk, M, D] of the middle, as attended, in order of position.
         first_token: position in the prompt of the first middle token.
-        biggest: largest number of the biggest clusters to list, over all KV heads, and of the clusters of largest
-            spread.
+        biggest: maximum number of clusters in `Clustering.biggest` and in `Clustering.most_spread`, over all KV heads.
     """
     counts = tensors["level0.counts"]
     own = cluster_spreads(keys, tensors)

@@ -137,9 +137,9 @@ class Cost:
     Kernels may count further rows in a counter on the device. Each count stands for `per_count` D-sized rows, such as
     2 rows (key and value) for each selected token.
 
-    Several queries together read the rows that are the same for all of them once. `shared` of a query's `index_rows`
-    are such rows, if `index_rows` is a tensor. If it is a number, all rows but `unshared` are. `unshared` are rows of
-    single tokens, such as re-ranked keys, of which several queries read at most one for each token.
+    Several queries together read a common row once. If `index_rows` is a tensor, `shared` is the number of each query's
+    rows that are common to all queries. If `index_rows` is a number, all rows except `unshared` are common. `unshared`
+    is the number of rows of single tokens, such as re-ranked keys. Several queries read at most one such row per token.
     """
 
     index_rows: torch.Tensor | float
@@ -565,7 +565,7 @@ class Method(ABC):
 
     @classmethod
     def default_budget(cls, middle: int) -> Budget:
-        """Return the budget of answers over a middle of `middle` tokens for which the user gave no budget."""
+        """Return the budget that answers get if the user gives none; `middle` is the number of middle tokens."""
         return Budget(0.1)
 
     @abstractmethod

@@ -108,7 +108,7 @@ def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: b
 
 
 def form_options(form: MethodSpec) -> list[str]:
-    """Return the command-line options of a method's variant: `--residual`, and parameters unlike the defaults."""
+    """Return a method's options as the command line takes them: `--residual`, and parameters that are not defaults."""
     return [*(["--residual"] if form.residual else []), *changed_options(form.method)]
 
 
@@ -186,7 +186,7 @@ def choose_methods(
             messages list them with the methods.
 
     Raises:
-        UsageError: a name is not that of a method, as with `dense` and `auto`, or the method is not usable.
+        UsageError: a name is not a method's name, the method is not usable, or a name is `dense` or `auto`.
     """
     known = methods()
     usable = [name for name, method in known.items() if not method.needs_index or name in indexed]

@@ -64,7 +64,7 @@ class LayerSharing(Method):
         metadata={
             "help": (
                 "Layer, counted from 0, that attends to all tokens and selects the tokens for all layers after "
-                "it; layer 2 selects for those between the two. 0: the layer at 13/32 of the model's depth."
+                "it; layer 2 selects for the layers between the two. 0: the layer at 13/32 of the model's depth."
             )
         },
     )
@@ -177,8 +177,8 @@ def token_logits(query: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor, 
 def rerank_scores(logits: torch.Tensor, totals: torch.Tensor, *, joint: bool) -> torch.Tensor:
     """Compute scores by which candidates are re-ranked: logarithms of their probabilities, summed over the group.
 
-    The probabilities themselves can all be 0 in float32, because an estimated log-sum-exp may be far too large. One
-    that is too small would give its query head too much weight.
+    The probabilities themselves can all be 0 in float32, because an estimated log-sum-exp may be far too large. An
+    estimate that is too small would give its query head too much weight.
 
     Args:
         logits: [Hk, G, Q, S], exact logits of S candidates.

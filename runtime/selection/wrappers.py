@@ -26,9 +26,9 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     """Unite the selections of all queries to one selection for all of them.
 
     The index rows that all queries share count once (see `Cost`), and all other rows are summed over the queries. The
-    sum is an upper bound, because two queries may read the same rows. A sum of `Cost.unshared` is at most a row of each
-    token. If queries attend to centroids of unselected tokens, the number is `Residual.rows_of_union` instead, unless
-    that is None.
+    sum is an upper bound, because two queries may read the same rows. The sum of `Cost.unshared` is limited to one row
+    per middle token. If queries attend to centroids of unselected tokens, the number of rows is
+    `Residual.rows_of_union` instead, unless that is None.
 
     Args:
         selection: one selection for each query.
@@ -61,7 +61,10 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
 
 
 def join_selections(each: Sequence[Selection]) -> Selection:
-    """Join selections of one query each to one selection with rows and cost for each query; the rest is the first's."""
+    """Join selections of one query each to one selection, with rows and cost for each query.
+
+    The other fields, such as `rest`, are those of the first selection.
+    """
     most, read = max(one.rows.starts.shape[2] for one in each), each[0].cost.index_rows
     starts, lengths = (
         torch.cat([torch.nn.functional.pad(rows, (0, most - rows.shape[2])) for rows in parts], 1)

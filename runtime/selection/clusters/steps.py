@@ -283,7 +283,8 @@ class ClusterSteps:
     def rows_of_union(self) -> float:
         """Number of rows read if several queries select down the levels and attend to all finest centroids.
 
-        This is an upper bound if there are more than two levels, because not all clusters between are scored.
+        This is an upper bound if there are more than two levels, because not all clusters of the levels between the
+        coarsest and the finest are scored.
         """
         finest, *coarser = (centroids.shape[1] for centroids in self.tree.centroids)
         return float(finest * self.rows + sum(coarser))
