@@ -121,13 +121,10 @@ def api_words() -> Iterator[None]:
         raise
 
 
-def refuse_unknown(given: Iterable[str], own: Iterable[str]) -> None:
-    """Raise UsageError for a name in `given` that is neither a parameter of a method nor an argument of the call.
-
-    `own` are the names of the call's arguments.
-    """
-    known = [*own, *dict.fromkeys(field.name for method in methods().values() for field in fields(method))]
-    for name in given:
+def refuse_unknown(names: Iterable[str], arguments: Iterable[str]) -> None:
+    """Raise UsageError for a name that is neither a parameter of a method nor one of a call's `arguments`."""
+    known = [*arguments, *dict.fromkeys(field.name for method in methods().values() for field in fields(method))]
+    for name in names:
         if name not in known:
             meant = suggestion(name, [*known, *(field.name for field in fields(Sampling))])
             raise UsageError(
@@ -257,7 +254,7 @@ class Index:
                 Default: each row is the mean over all layers and KV heads.
             questions: measure on the queries of these questions, instead of the document's held-out tail.
             residual: measure each variant a second time with centroids for the tokens that the variant does not
-                select. A method is measured once if one of its variants has a replacement for these tokens anyway.
+                select. A method is measured once if one of its variants represents these tokens anyway.
             parameters: parameters of the methods. A method that has any of them is measured only with the given
                 parameters, instead of in its usual variants.
 
@@ -314,8 +311,8 @@ def open_index(
 ) -> Index:
     """Open an index with the model that built it, or with `model`: a local folder, a hub id or an open index.
 
-    If `model` is an open index, both indices share its model. Otherwise the model's weights are loaded. Meanwhile no
-    other thread can answer a question, because torch's default dtype is set to the model's dtype.
+    If `model` is an open index, both indices share its model. Otherwise the model's weights are loaded. While they are
+    loaded, no other thread can answer a question, because torch's default dtype is set to the model's dtype.
 
     The other arguments are as in `load_and_open`. Also raises the errors of `load_and_open`.
 

@@ -34,7 +34,7 @@ FOLDER, REVISION = "step-times", 2
 ROUNDS = 5
 """Number of times that both steps are timed in turn. The fastest round counts, because other load only adds time."""
 STEADY = 1.5
-"""Largest sign of other load at which times are kept, see `_Compared.measure`."""
+"""Times are kept if the sign of other load that `_Compared.measure` returns is at most this large."""
 COMPILERS = {"cpu": "numba", "cuda": "triton"}
 """Package that compiles kernels, by device type. Without it torch computes the steps, which takes several times as
 long."""
@@ -105,10 +105,10 @@ class Choice:
 def choose_faster(
     artifact: Artifact, config: DecodeConfig, questions: int, device: torch.device, dtype: torch.dtype
 ) -> Choice:
-    """Choose the config of a method, or dense attention if a step of `questions` questions is not slower by it.
+    """Choose a method or dense attention, whichever takes less time for a step of `questions` questions.
 
-    The times come from the user's cache. Times that are not cached are measured. They are stored there unless other
-    load may have decided them.
+    Dense attention is chosen if the times are equal. The times come from the user's cache. Times that are not cached
+    are measured, and stored in the cache unless other load may have changed them.
 
     Args:
         config: a config with a method.
@@ -147,10 +147,10 @@ def choose_faster(
 def choose_for_numbers(
     artifact: Artifact, config: DecodeConfig, slots: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[DecodeConfig, list[Choice]]:
-    """Choose from how many answers on a shared step attends densely; `slots` is the largest number of answers.
+    """Find the number of answers from which on a shared step attends densely; `slots` is the largest number of answers.
 
-    Times are those of `choose_faster`, for each of `step_sizes`, from the largest on, until the method is faster, or
-    until the time of its step is not known (`StepTimes`).
+    The numbers of `step_sizes` are tried by `choose_faster`, the largest first, until the method is faster, or until
+    the time of its step is not known (`StepTimes`).
 
     Returns:
         The config with `dense_from`, or the config of dense attention if that is faster for one answer, too; and the
@@ -263,7 +263,7 @@ def _version_of(package: str) -> str | None:
 
 
 def crowding(before: Usage | None) -> float:
-    """Return the number of cores for torch's threads, divided by that of cores that other processes left free since
+    """Return the number of cores that torch's threads use, divided by the number that other processes left free since
     `before`; 1 if the use of cores is not known."""
     if before is None or (now := usage()) is None:
         return 1.0

@@ -71,7 +71,7 @@ class Builder(Protocol):
         """Return the settings that determine an index, besides its prompt, model and methods."""
 
     def sample_of(self, name: str) -> dict[str, int]:
-        """Return the size of the query sample as `{"queries": n}`, if method `name` needs some but fewer queries.
+        """Return the size n of the query sample as `{"queries": n}`, if method `name` needs fewer queries than n.
 
         All methods share one sample. The dict is empty if the method needs the whole sample, or no queries.
         """
@@ -90,7 +90,7 @@ class Comparison:
     Attributes:
         builder: builds the indices with the tensors of the methods, for each of the builder's prefills.
         question: attention of a question's tokens.
-        residual: run each method that drops the tokens it does not select a second time, with a residual.
+        residual: if a method drops unselected tokens, run it a second time with a residual.
         dense_layers: number of the model's first layers in which methods attend to all tokens. Methods that have dense
             layers of their own keep those.
         raw: use no chat template.

@@ -28,7 +28,7 @@ class Squeezed(ClusterMethod):
 
     selection: str = field(
         default="budget",
-        metadata={"help": f"How clusters are selected: {', '.join(SELECTIONS)} (one score for all heads)."},
+        metadata={"help": f"How clusters are selected: {', '.join(SELECTIONS)} (one score threshold for all heads)."},
     )
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ def measured_files(artifact: Artifact, names: Iterable[str], layers: Iterable[in
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Q queries of one layer. Each attends to all sinks, all tokens between sinks and tail, and some later tokens.
+    """Q queries of one layer. Each query attends to all sinks, all tokens between sinks and tail, and later tokens.
 
     Attributes:
         queries: [Hq, Q, D].
@@ -319,7 +319,7 @@ def measure_layer(
         prepared = prepare_layer(rows, form, device, shared)
         selectors[form] = prepared.selector
     results = {one: Measures() for one in measured}
-    # A batch is no border between queries that share a selection: those of a group, or of the steps of a search.
+    # A batch must not end between queries that share a selection: queries of a group, or of the steps of one search.
     multiple = lcm(*(one.together for one in measured), *(one.form.method.cycle() for one in measured))
     for truth in truths(rows, blocks, device, multiple):
         for selector in selectors.values() if truth.begins else ():

@@ -184,7 +184,7 @@ def recall_report(
     Args:
         queries: queries of the held-out tail, or of the user's questions. Every method is measured on the same queries.
         progress: called with the number of measured layers and the total.
-        residual: also measure variants with centroids for the tokens that they do not select, as `forms` does.
+        residual: also measure variants with a residual: centroids represent unselected tokens (see `forms`).
         guard: also measure, under this guard, each variant whose missed mass can be estimated. Methods without such a
             variant are left out.
         configured: for some methods, by name, a label and the only variant to measure. All variants of other methods

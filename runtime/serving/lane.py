@@ -43,7 +43,7 @@ class StoppedText:
         return out
 
     def would_stop(self, text: str) -> bool:
-        """Whether more text would have a stop string."""
+        """Whether the undelivered text would have a stop string if `text` followed it."""
         return any(stop in self._held + text for stop in self.stops)
 
     def end(self) -> str:
@@ -156,9 +156,9 @@ class Job:
 
 
 def check_stops(index: OpenIndex, stops: tuple[str, ...]) -> None:
-    """Raise UsageError for a stop string that is empty, or that has other text beside a special token.
+    """Raise UsageError for a stop string that is empty, or that has a special token together with other text.
 
-    No answer would end at the latter, because special tokens are no part of an answer's text.
+    No answer would end at such a string, because special tokens are no part of an answer's text.
     """
     if not all(stops):
         raise UsageError("a stop string is empty; leave it out")

@@ -69,7 +69,7 @@ class Scheduler:
     Args:
         indices: open indices by name; all of the same model.
         slots: maximum number of requests that decode together over one index with one config.
-        queue: maximum number of requests that wait for a slot. Requests whose lane is not open yet wait.
+        queue: maximum number of requests that wait for a slot. Requests whose lane is not open yet count as waiting.
         kept_bytes: maximum bytes of copies of ended requests' keys and values, for the next turns of conversations.
         lanes: maximum number of lanes whose caches are in memory.
         memory: maximum bytes of the documents' keys and values in these caches; None: no limit. A single cache may be
@@ -102,7 +102,7 @@ class Scheduler:
         self._thread: Thread | None = None
         self._closed = False
         self._process: int | None = None
-        """Process that has submitted the first request. Torch's threads do not run in a fork of it."""
+        """Id of the process that submitted the first request. Torch's threads do not run in a fork of that process."""
         self._turns = TurnStore(kept_bytes)
         self._answers, self._answer_tokens, self._prompt_tokens, self._cached_tokens = 0, 0, 0, 0
         self._read, self._steps, self._seconds = 0.0, 0, 1.0
@@ -124,7 +124,7 @@ class Scheduler:
             self._close_unused_at_rest()
 
     def remove(self, name: str) -> None:
-        """Stop serving an index. Requests that it has already are answered; then its memory is freed."""
+        """Stop serving an index. Requests over it that are already submitted are answered; then its memory is freed."""
         with self._changed:
             self._indices.pop(name, None)
             self._close_unused_at_rest()
@@ -153,9 +153,9 @@ class Scheduler:
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[Submission]) -> list[Stream]:
-        """Queue all of some requests, or none of them; return the streams of their answers.
+        """Queue several requests, or none of them if an error is raised; return the streams of their answers.
 
-        Together they need room for one request in the queue.
+        All of the requests are accepted if the queue has room for at least one request.
 
         Raises:
             QueueFullError: the queue is full.

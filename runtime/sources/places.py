@@ -95,7 +95,7 @@ def _last_word(texts: Sequence[str], start: int) -> int:
 
 
 def _first_of_character(texts: Sequence[str], token: int) -> int:
-    """Return the first of the tokens that make up the character of a token: those before it that have no text."""
+    """Return the first token of a token's character: tokens without a text belong to the character that follows."""
     while 0 < token < len(texts) and not texts[token - 1]:
         token -= 1
     return token
@@ -118,7 +118,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 class TokenDecoder:
-    """Decodes the text of each token of a sequence, some tokens after others.
+    """Decodes the text of each token of a sequence, whose tokens may be given in several calls.
 
     If several tokens make up one character, the character is the text of the last token, and the texts of the other
     tokens are empty. Each token is decoded together with earlier tokens, because a tokenizer may drop a space at the

@@ -97,15 +97,15 @@ class Request:
         """Return the number of questions of a context, for a task that can generate any number of questions."""
         return QUESTIONS if self.questions is None else self.questions
 
-    def depth(self, number: int, of: int, more: str = "--questions") -> float:
-        """Return the depth, from 0 to 1, of the needle with index `number` among `of` needles.
+    def depth(self, number: int, needles: int, option: str = "--questions") -> float:
+        """Return the depth, from 0 to 1, of the needle with index `number` among `needles` needles.
 
-        Raises UsageError if there are more depths than needles. `more` is the option that adds needles.
+        Raises UsageError if there are more depths than needles. `option` is the option that adds needles.
         """
-        if len(self.depths) > of:
-            told = f"--depth: {len(self.depths)} depths are given, and only {of} needles are hidden"
-            raise UsageError(f"{told}; give fewer depths, or {more} {len(self.depths)}")
-        return self.depths[number % len(self.depths)] if self.depths else (number + 0.5) / of
+        if len(self.depths) > needles:
+            told = f"--depth: {len(self.depths)} depths are given, and only {needles} needles are hidden"
+            raise UsageError(f"{told}; give fewer depths, or {option} {len(self.depths)}")
+        return self.depths[number % len(self.depths)] if self.depths else (number + 0.5) / needles
 
 
 class Task(ABC):

@@ -86,9 +86,9 @@ LINKS = {
     "plays golf": ("{name} needed two putts on the last hole.", "On the last hole {name} missed a short putt."),
     "plays basketball": ("{name} made a slam dunk in the NBA.", "In the NBA a slam dunk made {name} famous."),
 }
-"""Facts about a person that a question asks for, each with needles from which common knowledge gives the fact.
+"""Facts about a person that a question asks for, each with needles that imply the fact by common knowledge.
 
-A needle gives only the fact of its own question, and has no word that resembles a word of any question.
+A needle implies only the fact of its own question, and has no word that resembles a word of any question.
 """
 
 PLACES = (
@@ -139,7 +139,7 @@ TOKENS_A_SUM = 64
 """Maximum number of answer tokens of a sum, for both facts and the calculation."""
 
 GROUPS = 8
-"""Minimum number of questions that a context could answer. Those that are not asked are distractors."""
+"""Minimum number of groups of facts in a context. The facts of questions that are not asked are distractors."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class LinkedFacts(DrawnTask):
 
     @abstractmethod
     def groups(self, number: int, request: Request, drawn: random.Random) -> list[Facts]:
-        """Draw `number` groups of facts with different answers. The first of them are asked for."""
+        """Draw `number` groups of facts with different answers. The context's questions ask for the first groups."""
 
 
 class SemanticNeedles(LinkedFacts):

@@ -66,8 +66,9 @@ def _f1(answer: list[str], expected: list[str]) -> float:
 def rouge_l(answer: str, question: Question) -> float:
     """Compute LongBench's ROUGE-L, that of the package `rouge` 1.0.1, the highest among the expected answers.
 
-    Sentences end with a full stop. The score is the harmonic mean of two shares: of the answer's different words, and
-    of the expected answer's, that are in the longest common subsequence of any two sentences of both.
+    Sentences end with a full stop. Common words are the words of the longest common subsequence of any sentence of the
+    answer and any sentence of the expected answer. The score is the harmonic mean of two shares: of the answer's
+    different words, and of the expected answer's different words, that are common words.
     """
     return max(_rouge_l(answer, expected) for expected in question.answers)
 

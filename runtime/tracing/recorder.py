@@ -43,8 +43,8 @@ class Shares:
         positions: [Hk, R] int64, positions in the middle of the selected tokens; M in unused slots.
         chosen: [Hk, R], share of each selected token.
         others: [1 or 2, Hk, M], shares of each token of the middle: the share that the token got through its centroid
-            (`stood_for`) and, if dense attention was computed, what the token got beyond that in dense attention
-            (missed).
+            (`stood_for`) and, if dense attention was computed, the share beyond that which the token has in dense
+            attention (missed).
         nowhere: [Hk], share of centroids whose tokens are not known. `totals` adds it to the share of centroids.
     """
 

@@ -254,7 +254,10 @@ class CoarseSearch:
         )
 
     def promising(self, forms: list[MethodSpec]) -> list[Candidate]:
-        """Return each method's cheapest variants that meet the target on the sample, or else that of largest gain."""
+        """Return each method's cheapest variants that meet the target on the sample.
+
+        If none of a method's variants meets the target, the variant of largest gain is returned.
+        """
         searches = self._searched(forms)
         by_method: dict[str, dict[MethodSpec, BudgetSearch]] = {}
         for form, search in searches.items():

@@ -230,8 +230,8 @@ ROUGH_ERROR = 0.05
 class Goal(ABC):
     """Bound `value` on one measure of a setting: recall, output error or perplexity.
 
-    Recall is the share of the oracle's tokens at the budget `reference` that a setting selects. Raises UsageError for a
-    `value` out of range: for perplexity, not finite and above 1; otherwise, not between 0 and 1.
+    Recall is the share of the oracle's tokens at the budget `reference` that a setting selects. A bound on perplexity
+    must be finite and above 1, and any other bound between 0 and 1; otherwise UsageError is raised.
     """
 
     measure: ClassVar[str]
@@ -412,7 +412,7 @@ class Halves:
         )
 
     def as_it_is(self, form: MethodSpec, config: DecodeConfig) -> Tuned:
-        """Measure a config's setting, with one variant `form` of a method, on both halves. No search follows."""
+        """Measure the method `form` at a config's budgets on both halves, without a search; return the setting."""
         shares = {layer: self._share(config.budget_of(layer)) for layer in self.layers}
         for meter in {id(one): one for one in (self.calibration, self.held_out, self.attention)}.values():
             self.measure(meter, [(form, shares)])

@@ -195,7 +195,7 @@ class SchedulerSide:
 
     Args:
         names: folders of the indices.
-        setting: method and budget of decode steps; None: all are dense.
+        setting: method and budget of decode steps; None: all decode steps are dense.
     """
 
     def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None):
@@ -224,7 +224,7 @@ class SchedulerSide:
     def matched(self, request: "Request", computed: int) -> int | None:
         """Return the number of tokens to load after the first `computed` tokens; None: ask again in the next step.
 
-        Nothing is loaded for a request with a LoRA adapter or with images or the like, or without token ids.
+        Nothing is loaded for a request with a LoRA adapter, with multimodal input, or without token ids.
         """
         if request.prompt_token_ids is None or request.lora_request is not None or request.mm_features:
             return 0
@@ -317,7 +317,7 @@ class WorkerSide:
 
     Args:
         names: folders of the indices.
-        setting: method and budget of decode steps; None: all are dense.
+        setting: method and budget of decode steps; None: all decode steps are dense.
     """
 
     def __init__(self, config: VllmConfig, cache: "KVCacheConfig", names: list[str], setting: DecodeSetting | None):

@@ -48,7 +48,10 @@ def refuse_unknown(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class DecodeSetting:
-    """A server's method of decode steps, and the budget of requests that name none; None: these attend densely."""
+    """The method of a server's decode steps, and the `budget` of requests that name no budget.
+
+    If `budget` is None, these requests attend densely.
+    """
 
     method: str
     budget: Within | None
