@@ -92,7 +92,7 @@ def attend(
 
     Args:
         query: [Hk, G, Q, D].
-        segments: each with T rows, which may differ between segments.
+        segments: keys and values of T rows each. T may differ between segments.
         sink_logits: [Hk, G] learned logits that take part in the softmax and have no value row (GPT-OSS).
 
     Returns:
@@ -253,8 +253,8 @@ def causal_attention(
     Args:
         query: [Hq, Q, D].
         keys, values: [Hk, T, D].
-        window: number of keys up to its own that a query attends to; None: all keys up to its own.
-        sink_logits: [Hq].
+        window: number of keys that a query attends to, its own key the last of them; None: no window.
+        sink_logits: [Hq] learned logits that take part in the softmax and have no value row.
 
     Returns:
         [Hq, Q, D].
@@ -356,7 +356,7 @@ def shared_attention(
 def chunk_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor, *, padded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy the chosen rows of keys and values and, after them, the last B rows, those of a chunk of B tokens.
+    """Return copies of the chosen rows of keys and values, followed by the last B rows, those of a chunk of B tokens.
 
     On a GPU this is one kernel.
 
@@ -386,7 +386,7 @@ def sampled_attention(
 ) -> torch.Tensor:
     """Compute each key's attention probability, averaged over the queries and over the query heads of its KV head.
 
-    The softmax is over these T keys alone, without a causal mask.
+    The softmax is over the T keys alone, without a causal mask.
 
     Args:
         query: [Hk, G, Q, D].

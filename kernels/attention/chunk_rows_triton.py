@@ -16,7 +16,9 @@ def _chunk_rows_kernel(
     query_head, query_row, key_head, key_row, value_head, value_row, joined_head, joined_values,
     D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of slots, the rows of the result: the first `known` are chosen rows, the others the chunk's rows.
+    """Write one tile of slots. A slot is a row of the result.
+
+    The first `known` slots are the chosen rows, and the other slots are the chunk's rows.
 
     Program axis 1 runs over `heads` KV heads, whose keys and values are copied, and then, if queries are padded, over
     the query heads. The first `known` slots of a query head are left unwritten.

@@ -106,9 +106,10 @@ class CompiledStep:
         replace: bool,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run `attend_to_best` or `attend_by_codes` as compiled code; the arguments are theirs without the layer.
+        """Run the decode step of `attend_to_best` or `attend_by_codes` as compiled code.
 
-        All tensors are float32, except that the sink logits may have any dtype. The rows of a head are contiguous.
+        The arguments are those of the function, without the layer. All tensors are float32, except that the sink logits
+        may have any dtype. The rows of a head are contiguous.
         """
         query, (keys, values), (exact_keys, exact_values) = query.contiguous(), rows, exact
         sinks, output = None if sink_logits is None else sink_logits.float().contiguous(), torch.empty_like(query)
@@ -124,7 +125,7 @@ class CompiledStep:
         return output
 
     def prepare(self, query: torch.Tensor, budget: int) -> Any:
-        """Make the job, the C structure of the kernel's arguments, for a contiguous query [H, G, D].
+        """Return the job, the C structure of the kernel's arguments, for a contiguous query [H, G, D].
 
         The layer's job is copied, because filling the thirty fields of a new structure takes ten times as long.
         """
@@ -264,11 +265,11 @@ def attend_to_best(
     replace: bool,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to the rows of `best_clusters`, to exact rows and, with `replace`, to centroids, in one softmax.
+    """Attend to rows of the best clusters, to exact rows and, with `replace`, to centroids, in one softmax.
 
-    Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
-    With `replace`, centroids represent all rows that are not chosen. The plain-torch implementation copies the chosen
-    rows.
+    `best_clusters` chooses the clusters, up to the budget. Every query attends to the exact rows: the document's first
+    tokens (sinks), its last tokens (tail), and new tokens. With `replace`, centroids represent all rows that are not
+    chosen. The plain-torch implementation copies the chosen rows.
 
     Args:
         query: [H, G, D].
@@ -305,13 +306,13 @@ def attend_by_codes(
     replace: bool,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Choose rows as `choose_by_codes` does; attend to them, to exact rows and, with `replace`, to centroids.
+    """Choose rows as `choose_by_codes` does; attend to these rows, to exact rows and, with `replace`, to centroids.
 
-    The compiled step chooses in `_choose` of `code_step_numba.py`. There is one softmax over all that is attended.
-    Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
-    With `replace`, centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole
-    cluster, times the share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen
-    rows, and allocates a float32 product for every key, part and query head.
+    The compiled step chooses in `_choose` of `code_step_numba.py`. All logits are in one softmax. Every query attends
+    to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens. With `replace`,
+    centroids represent all rows that are not chosen. A centroid's weight is the weight of its whole cluster, times the
+    share of the cluster's keys that are not chosen. The plain-torch implementation copies the chosen rows, and
+    allocates a float32 product for every key, part and query head.
 
     Args:
         query: [H, G, D].
@@ -338,17 +339,17 @@ def attend_by_codes(
 def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor:
     """Choose the rows with the highest scores in each KV head.
 
-    This is the choice of `attend_by_codes` alone, for `CodesSelector.select`. The compiled kernel then stops after it.
-    A row's score is its attention probability, estimated from its code and averaged over the G query heads: the mean of
-    exp(logit - total). The logit is the sum, over the parts of the code, of the turned query's product with the
-    centroid that the part selects. It is scaled and soft-capped. The total is the log-sum-exp of `beside` and of the
-    clusters' logits plus masses. Scores are subject to rounding: of two rows whose scores differ by less than one part
-    in 10,000, the wrong one may be chosen.
+    `attend_by_codes` chooses the same rows, and then attends to them. Here the compiled kernel stops after the choice,
+    which is all that `CodesSelector.select` needs. A row's score is its attention probability, estimated from its code
+    and averaged over the G query heads: the mean of exp(logit - total). The logit is the sum, over the parts of the
+    code, of the turned query's product with the centroid that the part selects. The logit is scaled and soft-capped.
+    The total is the log-sum-exp of `beside` and of the clusters' logits plus `StepCodes.masses`. Scores are subject to
+    rounding: of two rows whose scores differ by less than one part in 10,000, the wrong one may be chosen.
 
     Args:
         query: [H, G, D].
-        beside: [H, G] log-sum-exp of the logits of all that is attended in addition to the rows and clusters, such as
-            exact rows and sinks.
+        beside: [H, G] log-sum-exp of all other logits of the attention's softmax, such as those of exact rows and
+            sinks.
         budget: number of rows to choose in each head, from 1 to M.
 
     Returns:

@@ -83,7 +83,8 @@ def scratch_size(job: Any, threads: int) -> int:
 def _score(logits, log_counts, counts, scores):
     """Write the clusters' scores [C] of one head, and add the log counts to its logits [G, ...].
 
-    A score is the cluster's attention probability, summed over the group and divided by the cluster's token count.
+    A score is the cluster's attention probability, summed over the G query heads and divided by the cluster's token
+    count.
     """
     C = len(counts)
     for c in range(C):

@@ -240,7 +240,7 @@ wait_for_all = types.ExternalFunction("GOMP_barrier", types.void())
 
 @njit(inline="always")
 def share_of(offset, length, total, thread, threads):
-    """Split `total` items evenly over `threads` threads; return thread `thread`'s range within one segment of them.
+    """Split `total` items evenly over `threads` threads; return one thread's range within a segment of the items.
 
     The segment is items `offset` to `offset + length` (excluded). The range (start, stop) is counted from the segment's
     start. If the thread has no items of the segment, start and stop are equal.
@@ -341,9 +341,10 @@ def to_weights(logits, sums, start, stop, first, last):
 
 @njit(inline="always")
 def join(job, parts, sums):
-    """Merge the threads' partial outputs `parts` [threads, H, G, D] into the job's output, by their `sums`.
+    """Merge the threads' partial outputs `parts` [threads, H, G, D] into the job's output.
 
-    The softmax includes the sink logits, if any.
+    `sums` [threads, H, G, 2] are each part's largest logit and sum of exponentials. The softmax includes the sink
+    logits, if any.
     """
     H, G, D = job.H, job.G, job.D
     output = floats(job.output, (H, G, D))

@@ -29,9 +29,9 @@ def decode_attention(
 
     Every query attends to the exact rows: the document's first tokens (sinks), its last tokens (tail), and new tokens.
     On a GPU this is flash-decoding. The work of a KV head is split evenly over programs, even if the runs have uneven
-    lengths. With a `queue`, programs that finish early take some of the rows. Each program computes all G query heads
-    of the KV head. There are two or three launches, no data-dependent shapes and no synchronisation. The plain-torch
-    implementation copies the rows.
+    lengths. If `runs` has a `queue`, programs that finish early take some of the rows. Each program computes all G
+    query heads of the KV head. There are two or three launches, no data-dependent shapes and no synchronisation. The
+    plain-torch implementation copies the rows.
 
     Args:
         query: [H, G, D].
@@ -39,8 +39,8 @@ def decode_attention(
         exact: keys and values [H, E, D] that are always attended. The rows of a head are contiguous; heads may have
             any stride, on a GPU the same for keys and values.
         centroids: sets of centroids. The heads of their values may have any stride. On a GPU at most one set may have
-            `rows`. `scales` and `clusters` are allowed in a set without `rows` if it is the only such set. `scales`
-            also needs `runs.scales`.
+            `rows`. A set with `scales` or `clusters` must have no `rows`, and no other set may lack `rows`. A set with
+            `scales` also needs `runs.scales`.
         sink_logits: [H, G] learned logits that take part in the softmax and have no value row.
         exact_count: [1] int32 on the query's device, the number of valid rows among the E exact rows; None: all.
 

@@ -47,7 +47,8 @@ def share_of_stands(first, last, units, rows, FIFTHS: tl.constexpr):
 def stand_logits_of(logits, log_counts, counts, taken, c, inside, there, of_group, LEFT: tl.constexpr):
     """Load logits of centroids `c` of a head and add the centroids' log weights, in units of log 2.
 
-    With LEFT, a log weight is the log of counts - taken, plus `log_counts`. Otherwise it is `log_counts`.
+    With LEFT, a log weight is the log of the number of tokens left (counts - taken), plus `log_counts`. Otherwise it is
+    `log_counts` alone.
     """
     if LEFT:
         number = tl.load(counts + c, mask=there, other=0) - tl.load(taken + c, mask=there, other=0)

@@ -13,8 +13,8 @@ from sparsekv.kernels.scores.logits import attention_logits
 MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 """Modules of FlashAttention-3's forward pass: of its own repository, and of the package fa3-fwd on PyPI."""
 FEWEST_QUERIES, FEWEST_ROWS = 128, 4096
-"""Smallest numbers of queries and of rows of a head for which FlashAttention-3 is used. With fewer queries our
-kernel takes as long, and with fewer rows the additional launch takes longer than it saves."""
+"""Smallest numbers of queries and of rows of a head for which FlashAttention-3 is used. With fewer queries it is no
+faster than our own kernel. With fewer rows its additional launch takes more time than it saves."""
 
 
 @lru_cache(1)
@@ -39,7 +39,7 @@ def takes_rows(query: torch.Tensor, keys: torch.Tensor, softcap: float | None) -
 
 @lru_cache
 def _runs(device: torch.device, dtype: torch.dtype, channels: int, *, capped: bool) -> bool:
-    """Whether the installed package has a kernel for a GPU, dtype and head size. Packages leave some of them out."""
+    """Whether the installed package has a kernel for a GPU, dtype and head size. Some packages lack some kernels."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or flash_attention_3() is None:
         return False
     rows = torch.zeros(1, 1, 1, channels, dtype=dtype, device=device)

@@ -98,7 +98,7 @@ TILE_BYTES, WARPS, PROGRAMS_PER_SM = 16_384, 4, 2
 # iterations ahead.
 STAGES, ROW_STAGES = 3, 5
 OWN_TILE, MERGED_COLUMNS = 32, 128
-FEWEST_OF_SHARE = 256  # fewest rows of a program beside FlashAttention-3, which leaves few rows to this kernel
+FEWEST_OF_SHARE = 256  # fewest rows of a program if FlashAttention-3 takes the exact rows, which leaves few rows here
 
 
 # These sizes grow as a model decodes, and must not make Triton recompile.
@@ -203,8 +203,8 @@ def _own_kernel(
 ):  # fmt: skip
     """Compute the partial softmax of one token's queries over its own sequence's rows; write it as the last part.
 
-    With BESIDE, the softmax over other rows is merged into this part. Its outputs are `beside` and its log-sum-exps
-    [H, G, B] are `beside_logsumexp`.
+    With BESIDE, the softmax over other rows is merged into the last part. The outputs over the other rows are `beside`,
+    and their log-sum-exps [H, G, B] are `beside_logsumexp`.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -400,7 +400,7 @@ def _take_kernel(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Goal of a choice of clusters.
+    """Goal of a choice of clusters, and the members that the clusters have.
 
     Without `threshold` and `children`, the best clusters are chosen that hold `budget` tokens. With `threshold`, all
     clusters whose score reaches it are chosen. With `children`, clusters are opened until they have `budget` tokens and
@@ -422,7 +422,7 @@ class Wanted:
 
 
 def choose(scored: Scored, clusters: int, take: Wanted) -> ClusterChoice:
-    """Choose among the first `clusters` clusters of each head by their logits."""
+    """Choose among the first `clusters` clusters of each head by their logits, for the goal `take`."""
     (H, G, stride), parts, device = scored.logits.shape, scored.peaks.shape[2], scored.logits.device
     keep, opened, early = take.threshold is not None, take.children is not None, dependent_launch(device)
     fewest = FEWEST_OPENED if opened else FEWEST if scored.known is None else FEWEST_LISTED

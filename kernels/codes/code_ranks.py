@@ -251,9 +251,9 @@ def rank_codes(
 def code_logits(
     query: torch.Tensor, codes: LaidOutCodes, softmax_scale: float, softcap: float | None = None
 ) -> torch.Tensor:
-    """Compute the logits [H, G, M] float32 of queries [H, G, D] for all keys, estimated from their codes.
+    """Compute the logits [H, G, M] float32 of queries [H, G, D] for all keys, estimated from the keys' codes.
 
-    The products with centroids are rounded to bytes, in steps of `octaves_of_steps`.
+    The products with centroids are rounded to bytes, in the steps that `octaves_of_steps` returns.
     """
     turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
     octaves = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float()) * (softmax_scale * math.log2(math.e))

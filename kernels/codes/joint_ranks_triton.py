@@ -87,7 +87,7 @@ def _store_ranks(rank, ranks, first, TILE: tl.constexpr):
 @triton.jit
 def _named_keys(words, books, head, key, keys, head_stride, quad_stride, key_stride, PARTS: tl.constexpr,
                 SIZE: tl.constexpr, CENTROIDS: tl.constexpr):  # fmt: skip
-    """Decode the keys [keys, PARTS * SIZE] to multiply turned queries by, in the codebooks' dtype, float16."""
+    """Decode keys' codes to centroids [keys, PARTS * SIZE] float16, by which turned queries are multiplied."""
     SOME: tl.constexpr = key.shape[0]
     quad, part, j = tl.arange(0, PARTS // 4), tl.arange(0, PARTS), tl.arange(0, SIZE)
     place = words + head * head_stride + quad[None, :] * quad_stride + key[:, None] * key_stride

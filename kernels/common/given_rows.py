@@ -116,7 +116,7 @@ class GivenLayer(RowLayer):
 def logits_over_rows(
     model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Compute only the logits of `pass_over_rows`."""
+    """Return only the logits of `pass_over_rows`, without the recurrent state."""
     return pass_over_rows(model, input_ids, before, rows, state)[0]
 
 
@@ -154,7 +154,10 @@ def routed_logits_over_rows(
     state: Mapping[str, torch.Tensor],
     attend: AttentionFunction,
 ) -> torch.Tensor:
-    """Compute the logits of `logits_over_rows` by an attention function `attend`, called with the rows of `rows`."""
+    """Compute the logits of `logits_over_rows`, with the attention function `attend` instead of the model's attention.
+
+    `attend` gets each layer's call with the keys and values that `rows` returns.
+    """
 
     def over_rows(call: AttentionCall) -> torch.Tensor:
         keys, values = rows(call.layer, (call.keys, call.values))
@@ -201,7 +204,7 @@ def _attend_to_given_rows(
 
 
 def _own_mask(*arguments: Any, **named: Any) -> Any:
-    """Make the mask in the form that the model's own implementation takes."""
+    """Return the mask that the model's own attention implementation makes."""
     return ALL_MASK_ATTENTION_FUNCTIONS[_given.get().loaded](*arguments, **named)
 
 

@@ -200,8 +200,8 @@ def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> It
 
     The function itself must mask the keys after a query, and the keys before the call's `window`. The window is that of
     the mask that transformers would have made. Threads that route the same model wait for each other (`alone`), because
-    the name of the attention implementation is set on the model. A direct call of the model by another thread
-    meanwhile, or within `calling_back`, raises RuntimeError.
+    the name of the attention implementation is set on the model. Within the context, a direct call of the model raises
+    RuntimeError if another thread makes it, or if it is made within `calling_back`.
 
     Raises:
         UnsupportedAttentionError: `function` cannot reproduce a layer's attention; the model's forward pass raises it

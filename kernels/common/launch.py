@@ -18,8 +18,8 @@ def count_sms(device: torch.device) -> int:
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Return a kernel's launch options, with programmatic dependent launch on a GPU from Hopper on.
 
-    Such a kernel is launched while the previous kernel still runs. Therefore it must call `wait_for_previous_kernel`,
-    or `only_wait` and `let_next_launch`, before it reads what an earlier kernel writes.
+    With this option a kernel is launched while the previous kernel still runs. Therefore it must call
+    `wait_for_previous_kernel`, or `only_wait` and `let_next_launch`, before it reads what an earlier kernel writes.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"EARLY": True, "launch_pdl": True}

@@ -178,15 +178,15 @@ def _constants(function: object) -> tuple[object, ...] | None:
     return tuple(found)
 
 
-def _some(first: int, last: int, *more: int) -> list[int]:
+def _some(first: int, last: int, *further: int) -> list[int]:
     """Choose the query positions, from `first` up to, but not including, `last`, at which a mask is checked.
 
-    These are the first position, the positions 4, 8, 16, ... after it with their neighbours, 13 nearly evenly spaced
-    positions, and those of `more` that are in the range.
+    The result has the first position, the positions 4, 8, 16, ... after it with their neighbours, and 13 nearly evenly
+    spaced positions. It also has each `further` position that is in the range.
     """
     powers = [first + 2**power + step for power in range(2, (last - first).bit_length()) for step in (-1, 0, 1)]
     between = [first + (last - first) * part // 13 + part for part in range(13)]
-    return sorted({number for number in (first, *powers, *between, *more) if first <= number < last})
+    return sorted({number for number in (first, *powers, *between, *further) if first <= number < last})
 
 
 def _measure(

@@ -27,8 +27,8 @@ BOTH = frozenset({"hybrid"})
 NEITHER = frozenset({"moe", "mlp"})
 
 State = dict[str, torch.Tensor]
-"""States, after some tokens of one sequence, of all layers that keep one: tensors [1, ...] named
-`layer_003.conv_0`, `layer_003.recurrent_0`."""
+"""States of all layers that keep a state, after some tokens of one sequence: tensors [1, ...] with names such as
+`layer_003.conv_0` and `layer_003.recurrent_0`."""
 
 
 class RowStateLayer(LinearAttentionAndFullAttentionLayer):

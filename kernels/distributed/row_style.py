@@ -14,7 +14,7 @@ from transformers.distributed import tensor_parallel
 from sparsekv.kernels.distributed.shared_memory import MOST_BYTES, SharedMemory, share_memory
 
 _STYLE = "rowwise"
-_shared: dict[str, SharedMemory | None] = {}  # by the process group's name, for the lifetime of a rank
+_shared: dict[str, SharedMemory | None] = {}  # memory by the process group's name, kept until the process ends
 _theirs: Any = tensor_parallel  # typed Any, because the module has no type annotations
 
 

@@ -46,7 +46,7 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
     """Allocate memory that the current GPUs of all ranks of a group can access; all ranks must call this.
 
     Returns:
-        The memory, or None on all ranks if a rank cannot access another's memory, as across machines.
+        The memory; or None on all ranks, if a rank cannot access another rank's memory, as across machines.
     """
     device, size = torch.device("cuda", torch.cuda.current_device()), group.size()
     # Torch's functions for sharing memory make the ranks wait for each other. Therefore the ranks agree before each

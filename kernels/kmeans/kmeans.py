@@ -38,8 +38,8 @@ class ShortPoints:
         return torch.from_numpy(self._quantiser.compute_codes(self._rows)).t().long()
 
 
-# Number of scores computed at a time, so that they stay in a core's cache until they are searched; fewest points at a
-# time.
+# SCORES_AT_ONCE scores are computed at a time, so that they stay in a core's cache until they are searched. These are
+# the scores of at least FEWEST_ROWS points.
 SCORES_AT_ONCE, FEWEST_ROWS = 2**17, 64
 LEAST_WEIGHT = 1e-30  # least divisor of a cluster's mean, so that the mean of an empty cluster is 0
 FAR = 1e30  # factor that makes a difference of two scores, unless it is below 1e-24, exceed every index of a centre
@@ -95,13 +95,13 @@ def assign_plainly(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     return largest_products(points, centres, centres.float().square().sum(-1) / -2)
 
 
-def largest_products(points: torch.Tensor, centres: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """Find, for each point, the centre of the largest score: the product with the point, plus the centre's `added`.
+def largest_products(points: torch.Tensor, centres: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Find the centre with the largest score for each point: the product of centre and point, plus the centre's bias.
 
     Among equal scores the first centre is found. A point with a score that is NaN or plus infinity gets centre 0.
 
     Args:
-        points: [B, S, d]; centres: [B, C, d]; added: [B, C] float32.
+        points: [B, S, d]; centres: [B, C, d]; bias: [B, C] float32.
 
     Returns:
         [B, S] int64. Allocates about SCORES_AT_ONCE float32 scores, or those of FEWEST_ROWS points if these are more.
@@ -109,7 +109,7 @@ def largest_products(points: torch.Tensor, centres: torch.Tensor, added: torch.T
     rows = max(FEWEST_ROWS, SCORES_AT_ONCE // centres.shape[1])
     numbers = torch.arange(centres.shape[1], dtype=torch.float32, device=points.device)
     labels = []
-    for some, around, more in zip(points, centres.float(), added, strict=True):
+    for some, around, more in zip(points, centres.float(), bias, strict=True):
         across = around.T.contiguous()
         scores = (torch.addmm(more, part.float(), across) for part in some.split(rows))
         labels.append(torch.cat([_first_largest(part, numbers) for part in scores]))

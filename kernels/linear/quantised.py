@@ -1,6 +1,6 @@
 """Linear layers with quantised weights: rounding of the weights to int8 or to four bits, and the products with rows.
 
-They replace the linear layers of a loaded model.
+`quantise_linears` replaces the linear layers of a loaded model by such layers.
 """
 
 import ctypes
@@ -253,7 +253,7 @@ def quantise_linears(model: PreTrainedModel, bits: int) -> float:
 
 
 def _is_plain_linear(name: str, module: nn.Module) -> bool:
-    """Whether a module is a linear layer, not of a router or gate, of weights neither quantised nor sharded."""
+    """Whether a module is a linear layer to round: no router or gate, and neither quantised nor sharded."""
     *above, leaf = name.split(".")
     if leaf.endswith("gate") or "gate" in above or any("router" in part for part in (*above, leaf)):
         return False

@@ -182,7 +182,7 @@ class Lookup:
 
     @property
     def reads(self) -> torch.Tensor:
-        """Mask [Hk, m, R, T] bool of the lists that are read: those with a share, which a fitted weight may negate."""
+        """Mask [Hk, m, R, T] bool of the lists that are read: lists whose share is not 0. A share may be negative."""
         return self.share != 0
 
 
@@ -214,8 +214,8 @@ def look_up(
 class Estimate:
     """One subspace's contribution to the products of R queries with all keys.
 
-    It is `floor` [Hk, R] + `values` [Hk, R, L] for the listed keys, and `floor` for all other keys. `tokens` [Hk, R, L]
-    are the listed keys' indices among the indexed keys.
+    The contribution is `floor` [Hk, R] + `values` [Hk, R, L] for the listed keys, and `floor` for all other keys.
+    `tokens` [Hk, R, L] are the listed keys' indices among the indexed keys.
     """
 
     tokens: torch.Tensor
@@ -267,7 +267,7 @@ def score_of_others(
 def estimate_logits(tables: Tables, lookup: Lookup, scoring: str) -> torch.Tensor:
     """Estimate the products [Hk, R, keys] float32 of queries with all keys, without the softmax scale.
 
-    They are the sums of the contributions of `estimate_part`.
+    Each product is the sum of the contributions of `estimate_part`, over all subspaces and all lists of the look-up.
     """
     Hk, parts, R, places = lookup.nearest.shape
     logits = torch.zeros(Hk, R, tables.keys, device=lookup.nearest.device)

@@ -159,7 +159,7 @@ def _at_least(words, bound):
 
 @triton.jit
 def _marks(words, next_words, bound, QUADS: tl.constexpr):
-    """Mark ranks of at least `bound`: one word for each 32 keys, with a bit for each key in the order of the keys."""
+    """Return a word for each 32 keys, with a bit for each key in order, set if the key's rank is at least `bound`."""
     shift = 2 * (tl.arange(0, 4 * QUADS) % 4)
     found, of_next = _at_least(words, bound), _at_least(next_words, bound)
     both = ((found >> 7) & ONES) | ((of_next >> 6) & (2 * ONES))
