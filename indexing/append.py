@@ -95,7 +95,7 @@ def _remove_if_dead(unfinished: Path) -> None:
 
 
 def _remove(unfinished: Path) -> None:
-    """Remove a folder, its lock last: after an interruption the next process still sees that the owner is dead."""
+    """Remove a folder, its lock file last: after an interruption the next process still sees that the owner is dead."""
     for path in unfinished.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -104,7 +104,7 @@ def _remove(unfinished: Path) -> None:
     shutil.rmtree(unfinished)
 
 
-LEARNING_AGAIN = 1.25  # methods are built again when the text has grown by this factor, by its square, and so on
+LEARNING_AGAIN = 1.25  # methods are built again when the text has grown by this factor, by the factor's square, ...
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,13 @@ def encode_addition(
     *,
     special_tokens: bool = False,
 ) -> Addition:
-    """Tokenise a text that is appended after a blank line, or, after an answer, as the start of the next message.
+    """Tokenise a text that is appended to an index's prompt, and return it with its token ids.
+
+    A blank line precedes the text. If the prompt ends with an answer, the text begins the next message instead.
 
     Args:
-        chat, border: the chat frame and the border of the index's prompt.
+        chat: the text that the chat template puts around the prompt and a question.
+        border: the end of the prompt's text, on which the first tokens of the appended text depend.
         special_tokens: whether special tokens in the text keep their meaning; otherwise they are plain text.
 
     Raises:
@@ -190,7 +193,7 @@ def stored_indexers(manifest: Manifest) -> dict[str, Indexer]:
 
 
 def addition_record(addition: Addition) -> AdditionRecord:
-    """Make the manifest's record of an addition. Its sha256 depends on the text alone, not on the index."""
+    """Return the manifest's record of an addition. The record's sha256 depends on the text alone, not on the index."""
     text = addition.text.encode(errors="surrogatepass")
     return AdditionRecord(
         sha256=hash_bytes(text),
@@ -209,7 +212,8 @@ def clear_finished(folder: Path) -> None:
 def online_methods(manifest: Manifest) -> frozenset[str]:
     """Return the names of the index's methods that can add appended tokens to their existing tensors.
 
-    Methods that an earlier revision built cannot. No method can if the model's RoPE depends on the prompt's length.
+    Methods that an earlier revision of their indexer built are left out. The result is empty if the model's RoPE
+    depends on the prompt's length.
     """
     if rope_depends_on_length(manifest.rope.parameters):
         return frozenset()
@@ -220,10 +224,10 @@ def online_methods(manifest: Manifest) -> frozenset[str]:
 def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
     """Return the names of methods that can append, but are built again from all tokens when `added` tokens are added.
 
-    After a dense prefill these are the methods with `learns`: codebooks that were learned from a shorter text fit a
-    longer text worse. They are built again when the text's length reaches 1.25, 1.56, 1.95, ... times its first length.
-    After a sparse prefill these are all methods that can append: the last chunk is prefilled again, and so rows change
-    from which these methods' tensors were built.
+    After a dense prefill these are the methods whose indexer has `learns`: codebooks that were learned from a shorter
+    text fit a longer text worse. These methods are built again when the text's length reaches 1.25, 1.56, 1.95, ...
+    times its first length. After a sparse prefill these are all methods that can append: the last chunk is prefilled
+    again, and so rows change from which these methods' tensors were built.
     """
     if not manifest.prefill.exact:
         return online_methods(manifest)
@@ -235,7 +239,7 @@ def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
 
 
 def learning_line(manifest: Manifest, added: int) -> str:
-    """Return a line that reports which methods are built again, and why; empty if there are none."""
+    """Return a line that reports the methods that are built again, and why; empty if no method is built again."""
     names, times = ", ".join(sorted(learning_again(manifest, added))), _growth(manifest, added)
     why = f"the text has now {times:.2f} times its first length"
     if not manifest.prefill.exact:
@@ -261,8 +265,9 @@ def refuse_other_dtype(manifest: Manifest, dtype: str) -> None:
 def growing_plan(
     artifact: Artifact, loaded: LoadedModel, addition: Addition, *, chunk_size: int | None = None
 ) -> BuildPlan:
-    """Plan a build that appends tokens. Sinks and tail keep their sizes, so the old tail becomes part of the
-    middle (the indexed tokens).
+    """Return the plan of a build that appends tokens to an index.
+
+    Sinks and tail keep their sizes, so the old tail becomes part of the middle (the indexed tokens).
 
     Args:
         chunk_size: tokens per forward pass; None for the index's chunk size after a sparse prefill, else for the
@@ -304,28 +309,29 @@ def growing_plan(
     )
 
 
-def chunk_size_after(artifact: Artifact, given: int | None) -> int | None:
+def chunk_size_after(artifact: Artifact, requested: int | None) -> int | None:
     """Return the chunk size for the prefill of tokens that follow an index.
 
-    It is `given`, which may be None, if the index's prefill was dense. Otherwise it is the index's chunk size.
+    If the index's prefill was dense, the result is `requested`, which may be None. Otherwise it is the index's chunk
+    size.
 
     Raises:
-        UsageError: the prefill was sparse, and `given` is not the index's chunk size.
+        UsageError: the prefill was sparse, and `requested` is not the index's chunk size.
     """
     manifest = artifact.manifest
     prefill, stored = stored_prefill(manifest), manifest.prefill.chunk_size
     if prefill.exact:
-        return given
-    if given not in (None, stored):
+        return requested
+    if requested not in (None, stored):
         raise UsageError(
-            f"--chunk-size {given}: {artifact.folder} was prefilled by {prefill_name(prefill)} in chunks of "
+            f"--chunk-size {requested}: {artifact.folder} was prefilled by {prefill_name(prefill)} in chunks of "
             f"{stored}, and appended tokens must be prefilled in the same way; leave the option out"
         )
     return stored
 
 
 def stored_prefill(manifest: Manifest) -> Prefill:
-    """Make the prefill of an index from its manifest. Raises ArtifactError if this version cannot repeat it."""
+    """Return the prefill that a manifest records. Raises ArtifactError if this version cannot repeat that prefill."""
     known: dict[str, Callable[..., Prefill]] = dict(prefills())
     try:
         return known[manifest.prefill.kind](**manifest.prefill.parameters)
@@ -375,7 +381,7 @@ def _pieces(descriptor: int) -> Iterator[bytes]:
 def adding_plan(
     artifact: Artifact, loaded: LoadedModel, methods: dict[str, Indexer], *, chunk_size: int | None = None
 ) -> BuildPlan:
-    """Plan a build that adds methods to an index and leaves everything else unchanged.
+    """Return the plan of a build that adds methods to an index and leaves everything else unchanged.
 
     Args:
         chunk_size: tokens per forward pass if queries have to be computed again; None for the index's chunk size after

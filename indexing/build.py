@@ -73,15 +73,15 @@ class MethodStage:
     make_layers: LayerMaker = make_layers
 
     def build(self, name: str, indexer: Indexer) -> MethodRecord:
-        """Reuse or write the file of each layer; return the record, with the old calibration if no file has changed."""
+        """Reuse or write a method's file of each layer, and return the manifest's record of the method."""
         return self.record(self.write(name, indexer))
 
     def write(self, name: str, indexer: Indexer) -> MethodFiles:
-        """Reuse or write each layer's file."""
+        """Reuse or write a method's file of each layer."""
         work, layers, writer = self._work(name, indexer), self.facts.indexed_layers, self.writer
         form = [CENTROID_FORM] if work.in_8_bits else []
         decides = [name, indexer.revision, stored_parameters(indexer), self.split.model_dump(), self.dtype, *form]
-        # A layer's facts are part of the recipe: two configs may give equal keys in the first layer, but other logits.
+        # A layer's facts are part of the recipe: two configs may give equal keys in the first layer, but other scores.
         made = {layer: hash_json([*decides, work.facts[layer].model_dump()]) for layer in layers}
         recipes = {layer: self._layer_recipe(layer_file(name, layer), recipe) for layer, recipe in made.items()}
         missing = [one for one in layers if not writer.reuse(layer_file(name, one), recipes[one], work.sources(one))]
@@ -109,8 +109,8 @@ class MethodStage:
     def keep_others(self, named: Collection[str], tell: Callable[[str], None]) -> dict[str, MethodRecord]:
         """Reuse the finished index's methods that are not named, if they were built from the same context.
 
-        Returns their records by name; none with `force`, or if text was added to the document. `tell` reports methods
-        that cannot be kept to the user.
+        Returns the records of the kept methods by name. No method is kept with `force`, or if this build appends text.
+        `tell` is called with a line for the user about each method that cannot be kept.
         """
         base, writer = self.writer.base, self.writer
         if base is None or writer.force or self.growth is not None:
@@ -180,9 +180,9 @@ class MethodStage:
 
 @dataclass(frozen=True)
 class _GrownWork(LayerWork):
-    """The work of an append: methods that can append extend their tensors of a layer, the others build them again.
+    """Work of a build that appends tokens: methods that can append extend a layer's tensors, others build them again.
 
-    It is never sent to another process, because it holds the writer. A build by several ranks does not append.
+    This work is never sent to another process, because it holds the writer. A build by several ranks does not append.
     """
 
     stage: MethodStage
@@ -210,12 +210,12 @@ def build_index(
 
     During the prefill, this allocates the model and the keys and values of all N tokens. After the prefill, it
     allocates the layers that are not yet written, and the layers that are read again to build methods. A GPU holds
-    `plan.LAYERS_AT_ONCE` such layers; a CPU holds one for each item that `share_cores` runs at the same time.
+    LAYERS_AT_ONCE (`indexing/plan.py`) layers. A CPU holds one layer for each item that `share_cores` runs at a time.
 
     Args:
         progress: called with a stage's name, the number of steps done, and the number of steps in all.
         team: the processes that run the model and build the methods; by default this process alone.
-        tell: called with a line for the user: what is kept of the folder, and the memory that a GPU needs.
+        tell: called with lines for the user, such as the files of the folder that are kept, and the GPU memory needed.
         ways_out: remedies for a folder that cannot be written; by default those of `build-index` or `append`.
 
     Raises:
@@ -256,7 +256,7 @@ def _additions(build: Build) -> list[AdditionRecord]:
 
 
 def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
-    """Seal the index with a manifest, or keep the finished manifest if both say the same."""
+    """Complete the index with a manifest and return it; keep the index's old manifest if both record the same."""
     if writer.base and _says_the_same(writer.base, manifest):
         writer.leave_as_it_was()
         return writer.base
@@ -266,7 +266,7 @@ def _finished(writer: ArtifactWriter, manifest: Manifest) -> Manifest:
 def _says_the_same(base: Manifest, manifest: Manifest) -> bool:
     """Whether two manifests are equal except for provenance (time, versions, ids) and the defaults found by `tune`.
 
-    If both prefills are dense, their chunk sizes may differ, too.
+    If both manifests record dense prefills, the chunk sizes may differ, too.
     """
     # Versions may hash tokenizer files in different ways, although the tokenizer itself is the same.
     came_about = {"writer_version", "uuid", "parent_uuid", "created", "versions", "tokenizer_files", "defaults"}

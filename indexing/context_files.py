@@ -36,9 +36,9 @@ def storing_error(
 ) -> float:
     """Compute the relative error of dense attention over int8 rows against dense attention over the unquantised rows.
 
-    With outputs o, the error is the mean of |o_stored - o_exact| / |o_exact| over queries and heads. Reports name it
-    the output error. Allocates 256 MB of logits a few times over, the layer's dequantised rows, and the rows of the
-    current heads in float32.
+    With outputs o, the error is the mean of |o_stored - o_exact| / |o_exact| over queries and heads. Reports call this
+    error the output error. Allocates 256 MB of logits a few times over, the layer's dequantised rows, and the rows of
+    the current heads in float32.
 
     Args:
         queries: [Hq, R, D], queries of the prompt's last R tokens.
@@ -74,9 +74,9 @@ Tensors = Mapping[str, torch.Tensor]
 class ContextFacts:
     """Results of a prefill other than tensors: each layer's attention settings, probe, int8 storage error and canary.
 
-    `layers` has the layers that attend. The probe is the model's top logits at the last prompt token, and the canary
-    those at earlier tokens. The canary is empty if an earlier version of sparsekv began the build, or if
-    `canary_positions` has only the last token.
+    `layers` has the layers that attend. The probe is the model's top logits at the last prompt token. The canary is the
+    model's top logits at a few earlier tokens. The canary is empty if an earlier version of sparsekv began the build,
+    or if `canary_positions` has only the last token.
     """
 
     layers: dict[int, LayerFacts]

@@ -98,9 +98,9 @@ def _checked(build: Build, facts: ContextFacts) -> ContextFacts:
     """Return the facts of a reused context, after a check that the build's model has computed its rows.
 
     The prompt's last tokens run over the stored rows. If their rows are the model's and their logits differ from the
-    probe, as with another soft cap of logits, then canary and probe are computed again. So they are if an earlier
-    version of sparsekv wrote the facts without a canary. If several processes share the model, nothing is checked,
-    because the other processes hold no rows of a reused context.
+    probe, as with another soft cap of logits, then canary and probe are computed again. They are also computed again if
+    an earlier version of sparsekv wrote the facts without a canary. If several processes share the model, nothing is
+    checked, because the other processes hold no rows of a reused context.
 
     Raises:
         SparsekvError: the model's own attention over the stored rows differs from sparsekv's.
@@ -232,8 +232,8 @@ class ContextStage:
     def _check_reused_layers(self, captured: Captured) -> None:
         """Check that the layers whose files are reused have the rows that this build has captured.
 
-        An index would else have layers of two models. After a sparse prefill nothing is compared, because rounding may
-        change its selections. Raises ArtifactError if the last tokens' rows differ beyond rounding.
+        Otherwise the index could have layers of two models. After a sparse prefill nothing is compared, because
+        rounding may change its selections. Raises ArtifactError if the last tokens' rows differ beyond rounding.
         """
         names = {layer: layer_file("context", layer) for layer in self.plan.kinds.attending}
         reused = {layer: name for layer, name in names.items() if name not in self.reuse.missing}
@@ -267,8 +267,8 @@ class ContextStage:
     def _kept_recipe(self) -> str | None:
         """Hash of all inputs that determine the rows and queries of the prefill's chunks, for resuming the prefill.
 
-        It is None if an interrupted prefill must begin anew. This is so if keys and values are stored in int8, whose
-        scales depend on all tokens; if layers keep a state; or if several processes share the model.
+        The hash is None if an interrupted prefill must begin anew. It begins anew if keys and values are stored in
+        int8, whose scales depend on all tokens; if layers keep a state; or if several processes share the model.
         """
         build = self.build
         in_8_bits, keeping = self.plan.config.kv_dtype is not None, bool(self.plan.kinds.keeping)

@@ -22,10 +22,10 @@ def convert_index(
 ) -> Manifest:
     """Write an index of the same prompt, with int8 keys and values, to a new folder; return its manifest.
 
-    The prompt, the queries and the states are copied from the old index. So are the logits of probe and canary, which
-    were computed from unquantised rows. Methods are built again from the int8 rows, so that all files equal those of
-    `build_index` with the same `kv_dtype`. The folder appears only when all files are written. Allocates one layer, the
-    memory of `make_layers_from` for the methods, and the files that wait to be written.
+    The prompt, the queries and the states are copied from the old index. The logits of probe and canary are copied,
+    too, although they were computed from unquantised rows. Methods are built again from the int8 rows, so that all
+    files equal those of `build_index` with the same `kv_dtype`. The folder appears only when all files are written.
+    Allocates one layer, the memory of `make_layers_from` for the methods, and the files that wait to be written.
 
     Args:
         artifact: an index with unquantised rows. It was opened with all checksums verified, because damaged rows would

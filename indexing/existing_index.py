@@ -107,8 +107,8 @@ def _keep_others(build: Build, base: Manifest) -> None:
 def _share_that_stays(build: Build, base: Manifest) -> float:
     """Return the share of an index's passages that are also in the text to build.
 
-    It is 1 if the text is the beginning of the index's text. If the file of the index's tokens is damaged, it is the
-    share of the index's tokens that both texts begin with.
+    The share is 1 if the text is the beginning of the index's text. If the file of the index's tokens is damaged, the
+    result is the share of the index's tokens that both texts begin with.
     """
     writer, input_ids = build.writer, build.plan.prompt.input_ids
     if not writer.is_whole(base.files[TOKENS]):
@@ -144,7 +144,7 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
             return
         if settings:
             of += f", and was built with {', '.join(settings)}, which this call does not give"
-        told = f"the first {same:,} are those of this one, the others are replaced" if same else "all are replaced"
+        told = f"the first {same:,} are kept, the others are replaced" if same else "all are replaced"
         tell(f"{writer.folder} holds {base.split.tokens:,} tokens of {of}: {told}")
     elif base.files[TOKENS].recipe != build.context_recipe:
         changed = ", ".join(_other_settings(build, base)) or "another configuration of the model"

@@ -139,16 +139,16 @@ def most_tokens(positions: int) -> int:
     return most // 100 * 100 or most
 
 
-def choose_chunk_size(asked: int | None, device: torch.device, prefill: Prefill, ranks: int = 1) -> int:
-    """Return the tokens per forward pass of a prefill: `asked`, or else as many as keep the device busy.
+def choose_chunk_size(requested: int | None, device: torch.device, prefill: Prefill, ranks: int = 1) -> int:
+    """Return the tokens per forward pass of a prefill: `requested`, or if it is None, as many as keep the device busy.
 
     The result of a sparse prefill depends on the chunk size, so its default is the same on all devices.
 
     Args:
         ranks: the number of devices that share the model; each computes a part of the work for every token.
     """
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     if not prefill.exact:
         return CHUNK
     return CHUNK_ON_A_GPU * min(ranks, MOST_CHUNKS) if device.type == "cuda" else CHUNK_ON_A_CPU
@@ -209,7 +209,8 @@ def config_of(manifest: Manifest, methods: dict[str, Indexer], prefill: Prefill,
 def stored_checkpoints(manifest: Manifest) -> int | None:
     """Return the number of blocks between an index's stored states; None if the index has only the needed states.
 
-    An index of an earlier version does not record it. There a needed state may have been a checkpoint, too.
+    An index of an earlier version does not record this number. A needed state of such an index may have been a
+    checkpoint, too.
     """
     if manifest.checkpoints is not None:
         return manifest.checkpoints
@@ -285,7 +286,7 @@ class BuildPlan:
     """All inputs that determine the content of an index: model, prompt and settings.
 
     Args:
-        base: the uuid of the index that the build extends, by tokens or by methods; None: the prompt is a document's.
+        base: the uuid of the index that the build extends, by tokens or by methods; None: the build extends no index.
 
     Raises:
         UsageError: the model cannot be indexed, a method cannot be built for the model's heads, or the model's layers

@@ -172,9 +172,9 @@ def reused_rows(build: Build, prefix_tokens: int) -> TakenOver | None:
 def shared_prefix(build: Build, positions: torch.Tensor, missing: AbstractSet[str]) -> int:
     """Return the number of leading tokens whose rows are taken from the index in the folder instead of a prefill.
 
-    It is 0 with `force`, if several processes share the model, if the index is damaged or does not fit (`_fits`), or if
-    its int8 scales were measured on too few tokens (LEAST_SHARE). If layers keep a state, the prefix ends at a number
-    of tokens after which the index stores the state.
+    The result is 0 with `force`, if several processes share the model, if the index is damaged or does not fit
+    (`_fits`), or if its int8 scales were measured on too few tokens (LEAST_SHARE). If layers keep a state, the prefix
+    ends at a number of tokens after which the index stores the state.
 
     Args:
         positions: [P], ascending, positions of the query sample. A query that the index lacks is usually computed from
@@ -212,7 +212,7 @@ def shared_prefix(build: Build, positions: torch.Tensor, missing: AbstractSet[st
 def shared_tokens(earlier: EarlierIndex, input_ids: torch.Tensor) -> int:
     """Return the number of first tokens that an index and a prompt [N] have in common.
 
-    It is 0 if the file of the index's tokens is damaged.
+    The result is 0 if the file of the index's tokens is damaged.
     """
     if not earlier.are_whole([TOKENS]):
         return 0
@@ -270,7 +270,8 @@ def _continues_int8(build: Build, base: Manifest) -> bool:
 def _known_facts(build: Build, sources: AbstractSet[bool]) -> ContextFacts | None:
     """Return the facts of an unfinished build or of the finished index; None if none fit the build's recipe.
 
-    `sources` tells of the reused files whether they are the finished index's. Its facts fit only its own files.
+    `sources` has True if files of the finished index are reused, and False if files of an unfinished build are reused.
+    The facts of the finished index fit only its own files.
     """
     noted = facts_from_note(build.writer.notes.get(build.context_recipe))
     if noted and tuple(noted.layers) == build.plan.kinds.attending:

@@ -298,9 +298,10 @@ def compare_canary(
 ) -> None:
     """Compare an index's canary with the model's logits over the index's first rows, which a build reuses.
 
-    Does nothing for a model with layers that keep a state, because no state is stored before the canary's tokens.
-    `compare_state` makes the comparison for such a model. Logits that are not finite end the comparison without an
-    error, because they come from damaged rows, which the capture reports.
+    The canary has the top logits of a few tokens, stored when the index was built. Does nothing for a model with layers
+    that keep a state, because no state is stored before the canary's tokens. `compare_state` makes the comparison for
+    such a model. Logits that are not finite end the comparison without an error, because they come from damaged rows,
+    which the capture reports.
 
     Args:
         tokens: number of tokens whose rows are reused.
@@ -363,10 +364,10 @@ def compare_state(
 def run_over_rows(
     model: PreTrainedModel, input_ids: torch.Tensor, before: int, rows: Rows, state: State
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run tokens over stored rows of all tokens up to them, and compare their stored rows with those of the model.
+    """Run tokens over stored rows, and compare their own stored rows with the rows that the model computes for them.
 
     Args:
-        input_ids: [Q] int64, the tokens after the first `before` tokens.
+        input_ids: [Q] int64, the tokens that run. They follow the first `before` tokens.
         rows: returns a layer's stored keys and values [Hk, >= before + Q, D], on the model's device.
         state: the state after the first `before` tokens, if layers keep a state.
 
@@ -420,7 +421,7 @@ def row_distances(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:
-    """Check the runs, and return the top logits that an index stores: the canary tokens, and the prompt's last token.
+    """Check the canary runs, and return the top logits that an index stores: of the canary tokens, and the last token.
 
     Args:
         dtype: the dtype whose tolerance holds, see `rounding_dtype`.

@@ -114,7 +114,7 @@ def in_8_bits(rows: Pair, layer: int, taken: TakenOver | None) -> dict[str, torc
 
 
 PrefixQueries = Callable[[int, torch.Tensor], torch.Tensor]
-"""Returns a layer's queries [Hq, P, D] at positions [P] of a prefix that is not prefilled again."""
+"""Function that returns a layer's queries [Hq, P, D] at positions [P] of a prefix that is not prefilled again."""
 RowsDone = Callable[[int, torch.Tensor, torch.Tensor, int], None]
 ChunkDone = Callable[[int, Mapping[str, torch.Tensor]], None]
 StateDone = Callable[[int, State], None]
@@ -275,8 +275,8 @@ class Capture:
     """A finished prefill: the rows of each layer that attends, and the last token's logits [vocabulary] in float32.
 
     `states` are copies of the layers' states, by the number of tokens after which each was copied. `take` returns a
-    layer's keys, values and queries, and removes them here. `take_queries` returns only the queries, and frees the
-    layer's keys and values.
+    layer's keys, values and queries, and removes them from this object. `take_queries` returns only the queries, and
+    frees the layer's keys and values.
     """
 
     logits: torch.Tensor
@@ -367,9 +367,9 @@ def capture(
         prefill: the attention of chunks; dense by default. With a sparse prefill, the last token runs separately, with
             dense attention.
         sinks: number of first tokens that every chunk of a sparse prefill attends to.
-        prefix_tokens: number of leading tokens whose keys and values are already known (of an edited document).
+        prefix_tokens: number of leading tokens (the prefix) whose keys and values are known from an earlier index.
         prefix: returns keys and values [Hk, >= prefix_tokens, D] of a layer; needed with `prefix_tokens`.
-        prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` has some there.
+        prefix_queries: returns a layer's queries at positions in the prefix; needed if `positions` has such positions.
         prefix_state: the state after the prefix, if layers keep a state.
         marks: numbers of tokens, at least `prefix_tokens`, after which a copy of the states is added to the capture.
         stored: numbers of tokens after which `state_done` is called with this number and a copy of the states. A chunk

@@ -1,6 +1,6 @@
 """The processes that build an index: this process alone, or this process as the leader of others.
 
-They build a method's tensors layer by layer: one layer at a time on a GPU, several layers at a time on a CPU.
+The processes build a method's tensors layer by layer: one layer at a time on a GPU, several at a time on a CPU.
 """
 
 from abc import ABC, abstractmethod
@@ -206,14 +206,14 @@ class Captured(Protocol):
 
 @dataclass(frozen=True)
 class TryModel:
-    """Run the passes of `preflight` over input_ids [N]."""
+    """Request to run the forward passes of `preflight` over input_ids [N]."""
 
     input_ids: torch.Tensor
 
 
 @dataclass(frozen=True)
 class RunPrompt:
-    """Prefill input_ids [N] and hold the captured rows for later requests; `options` are arguments of `capture`."""
+    """Request to prefill input_ids [N] with the arguments `options` of `capture`, and to hold the captured rows."""
 
     input_ids: torch.Tensor
     options: Mapping[str, Any]
@@ -221,7 +221,7 @@ class RunPrompt:
 
 @dataclass(frozen=True)
 class RunCanary:
-    """Run the passes of `run_canary` over input_ids [N] and the captured rows, rounded as `kv_dtype` stores them."""
+    """Request to run the passes of `run_canary` over input_ids [N] and the captured rows, rounded to `kv_dtype`."""
 
     input_ids: torch.Tensor
     kv_dtype: KVDtype | None
@@ -229,13 +229,13 @@ class RunCanary:
 
 @dataclass(frozen=True)
 class MeasureRotations:
-    """Run the passes of `measure_rotations` over input_ids [N]."""
+    """Request to run the forward passes of `measure_rotations` over input_ids [N]."""
 
     input_ids: torch.Tensor
 
 
 ModelRun = TryModel | RunPrompt | RunCanary | MeasureRotations
-"""A run of the model. All processes that share the model must start it together."""
+"""Request for a run of the model. All processes that share the model must start the run together."""
 
 
 class SharedRows(ABC):
@@ -245,7 +245,7 @@ class SharedRows(ABC):
     def share(self, folder: Path, files: Mapping[str, SharedFile]) -> bool:
         """Let all processes open an index's files, given by name; return whether every process could open all files.
 
-        If so, every process writes its heads' rows of the next capture to these files.
+        If all processes could, each writes its heads' rows of the next capture to these files.
         """
 
     @abstractmethod

@@ -342,9 +342,9 @@ def follow(ranks: Ranks, loaded: LoadedModel) -> None:
     """Carry out the first rank's requests until the first rank's build no longer needs this rank.
 
     During the prefill, this rank allocates its share of the model, and N rows of its own heads in each layer. A layer's
-    rows are freed when they are written or sent, and all remaining rows before methods are built. Then it allocates the
-    memory of `make_layers_from`, for layers with all heads, as the first rank does. In page-locked memory of the host,
-    each writing thread allocates 16 MiB, and reading allocates 256 MiB.
+    rows are freed when they are written or sent, and all remaining rows before methods are built. Then this rank
+    allocates the memory of `make_layers_from`, for layers with all heads, as the first rank does. In page-locked memory
+    of the host, each writing thread allocates 16 MiB, and reading allocates 256 MiB.
 
     Raises:
         ArtifactError: this rank's rows could not be written, or files could not be read.

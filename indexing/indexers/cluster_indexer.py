@@ -75,18 +75,18 @@ and the heads of an 8B model."""
 
 
 def share_cores(
-    items: Sequence[S], tokens: int, work: Callable[[S], T], of: int | None = None
+    items: Sequence[S], tokens: int, work: Callable[[S], T], total: int | None = None
 ) -> Generator[T, None, None]:
     """Yield `work(item)` for each item, in order; several items run at a time and share torch's threads.
 
     Args:
         tokens: number of tokens of one item.
-        of: the number of items of the whole work, if `items` are only those that remain; None: the number of `items`.
-            The rounding of sums depends on the number of threads that an item has. Therefore this number must not
+        total: the number of items of the whole work, if `items` are only the remaining ones; None: the number of
+            `items`. The rounding of sums depends on the number of threads that an item has. Therefore `total` must not
             depend on how many items remain.
     """
     threads = torch.get_num_threads()
-    together = max(1, min(threads, MOST_ITEMS, of or len(items), MOST_TOKENS // max(1, tokens)))
+    together = max(1, min(threads, MOST_ITEMS, total or len(items), MOST_TOKENS // max(1, tokens)))
 
     def begin() -> None:
         torch.set_num_threads(threads // together)
@@ -165,14 +165,17 @@ class ClusterIndexer(Indexer):
     iterations: int = field(default=10, metadata={"help": "Iterations of k-means."})
     space: str = field(
         default="normalised",
-        metadata={"help": f"How keys are transformed before k-means: {', '.join(SPACES)} (mean key subtracted)."},
+        metadata={
+            "help": "How keys are transformed before k-means: normalised to unit length, raw (unchanged), or centred "
+            "(mean key subtracted, then normalised)."
+        },
     )
 
     outliers: float = field(
         default=0.0,
         metadata={
-            "help": "Share of the tokens, such as 0.03: those farthest from their centroids become clusters of one "
-            "token each, beside the others. A step then reads this many more centroids; docs/benchmarks/evaluation.md "
+            "help": "Share of the tokens, such as 0.03, that become additional clusters of one token each: the tokens "
+            "farthest from their centroids. A step then reads this many more centroids; docs/benchmarks/evaluation.md "
             "measures the gain."
         },
     )

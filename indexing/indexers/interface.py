@@ -21,7 +21,7 @@ SHARES: list[float] = torch.logspace(-6, 0, 121, dtype=torch.float64).tolist()
 class KeepCurve:
     """Distribution of cluster scores over layers, heads and queries, weighted by the token count of each cluster.
 
-    It gives the share of tokens that a score threshold keeps, and the threshold that keeps a share. The distribution is
+    From it follow the share of tokens that a score threshold keeps, and the threshold that keeps a share. The curve is
     a histogram of log2 scores, whose size does not grow with the context.
     """
 
@@ -110,7 +110,7 @@ class LayerInput:
 class BuiltLayer:
     """Input of a calibration: the tensors that a method built for a layer, and the tail's R queries [Hq, R, D].
 
-    No method builds from the tail's queries, so a calibration measures by queries that the tensors were not fitted to.
+    No method builds tensors from the tail's queries, so a calibration uses queries to which no tensor was fitted.
     """
 
     tensors: Tensors

@@ -27,7 +27,9 @@ def attended(keys: torch.Tensor, queries: torch.Tensor, facts: LayerFacts) -> to
     tokens that only few of the document's queries attend to, because a question may need these tokens. Allocates three
     times the logits of `AT_ONCE` positions for all tokens; with a soft cap, four times.
 
-    Args: as for `fit_rest`.
+    Args:
+        keys: [Hk, M, D].
+        queries: [Hk, G, P, D], the document's queries at P sampled positions.
     """
     roots = torch.zeros(keys.shape[:2], device=keys.device)
     for some in queries.split(AT_ONCE, 2):
@@ -59,9 +61,9 @@ def fit_rest(
     """Fit masses and values of clusters, by which queries attend to the tokens that they do not select.
 
     A cluster's mass is the attention that its unselected tokens get. The estimated mass follows from the centroid and
-    the number of these tokens. rest_bias [Hk, C] float32 is the log of the ratio of the fitted mass to the estimated
-    mass. rest_values [Hk, C, D], in the dtype of the values, are the fitted values. Both are returned. Allocates four
-    times the logits of `AT_ONCE` positions for all tokens; with a soft cap, five times.
+    the number of unselected tokens. rest_bias [Hk, C] float32 is the log of the ratio of the fitted mass to the
+    estimated mass. rest_values [Hk, C, D], in the dtype of the values, are the fitted values. Both are returned.
+    Allocates four times the logits of `AT_ONCE` positions for all tokens; with a soft cap, five times.
 
     Args:
         keys, values: [Hk, M, D].

@@ -90,7 +90,7 @@ class CodesIndexer(MultipoleIndexer):
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build the clusters' tensors, the codes, and the clusters' fitted masses and values.
 
-        Besides the tensors of C clusters, these are query_turn [Hk, D, D] and codebooks [Hk, m, 256 or fewer, D / m]
+        The result has the tensors of C clusters, query_turn [Hk, D, D] and codebooks [Hk, m, 256 or fewer, D / m]
         float16, codes [Hk, M, m] uint8, rest_bias [Hk, C] float32 and rest_values [Hk, C, D]. Allocates the keys four
         times in float32.
         """
@@ -98,10 +98,10 @@ class CodesIndexer(MultipoleIndexer):
         return clusters | self._coded_and_rest(layer, clusters)
 
     def append_layer(self, tensors: Tensors, layer: LayerInput, old_middle: int) -> Tensors:
-        """Append to the clusters, encode the new keys with the stored tensors, and fit masses and values again.
+        """Append tokens to the clusters, encode the new keys, and fit the clusters' masses and values again.
 
-        The stored tensors are query_turn and codebooks, which stay as they are.
-        Codebooks that were trained on fewer than 256 keys are trained again, because they distinguish few keys.
+        The stored query_turn and codebooks encode the new keys, and stay as they are. Codebooks that were trained on
+        fewer than 256 keys are trained again, because they distinguish few keys.
         """
         clusters = super().append_layer(tensors, layer, old_middle)
         if tensors["codebooks"].shape[2] < min(CODES, layer.keys.shape[1]):

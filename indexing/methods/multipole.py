@@ -36,7 +36,7 @@ from sparsekv.kernels.kmeans.kmeans import to_space
 
 STEP = 128  # largest number of tokens that are appended to a block at once
 AT_ONCE = 16  # blocks that a GPU clusters together, because launches dominate the time of one block
-MOST_TOKENS = 1 << 17  # largest number of tokens of these blocks in all
+MOST_TOKENS = 1 << 17  # largest number of tokens of all blocks that are clustered together
 MOST_JOINS = 2  # more steps of STEP tokens would cost more than clustering the block from scratch
 
 
@@ -80,13 +80,16 @@ class MultipoleIndexer(ClusterIndexer):
         return self._join(layer, blocks, offsets)
 
     def _join(self, layer: LayerInput, blocks: list[Tensors], offsets: list[int]) -> Tensors:
-        """Cluster the blocks that are not in `blocks`, and join all blocks; `offsets` are those of all blocks."""
+        """Cluster the blocks that follow `blocks`, and join all blocks.
+
+        `offsets` are the first tokens of all blocks, followed by the end of the last block.
+        """
         runs = equal_neighbours(offsets[len(blocks) :], self._together(layer.keys))
         made = [block for run in runs for block in self._cluster_blocks(layer, run)]
         return join_blocks(blocks + made) | {"block_offsets": torch.tensor(offsets, dtype=torch.int32)}
 
     def _together(self, keys: torch.Tensor) -> int:
-        """Return the maximum number of tokens of blocks that are clustered together; on a CPU, that of one block."""
+        """Return the maximum number of tokens of blocks that are clustered together; on a CPU, one block's tokens."""
         return min(AT_ONCE * self.block, MOST_TOKENS) if keys.is_cuda else self.block
 
     def _cluster_blocks(self, layer: LayerInput, offsets: list[int]) -> Iterator[Tensors]:

@@ -99,8 +99,10 @@ class SparsePrefill(Prefill):
 
     @abstractmethod
     def scores(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts) -> torch.Tensor:
-        """Score the keys [Hk, T, D] before a chunk for its queries [Hk, G, B, D]. Returns scores [Hk, T]; higher is
-        better."""
+        """Compute scores [Hk, T] of the keys [Hk, T, D] before a chunk, for the chunk's queries [Hk, G, B, D].
+
+        Keys with higher scores are selected first.
+        """
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, facts: LayerFacts, first: int, last: int) -> torch.Tensor:
         """Select the keys [Hk, T, D] before a chunk that its queries [Hk, G, B, D] attend to: indices [Hk, K] int64.
@@ -162,7 +164,7 @@ class KeyDiffPrefill(SparsePrefill):
 @prefills.register("quoka")
 @dataclass(frozen=True)
 class QuokaPrefill(QuokaOptions, SparsePrefill):
-    """Scores keys by their similarity to some queries of the chunk; by default the cosine to a few of them.
+    """Scores keys by their similarity to some of the chunk's queries, by default by the cosine to a few queries.
 
     For the cosine, kernels on a GPU select the keys without storing scores.
     """
