@@ -1,1 +1,1 @@
-"""What several test files share: reference arithmetic, tiny models, small indices."""
+"""Helpers of several test files: reference arithmetic, tiny models, small indices."""

@@ -1,4 +1,4 @@
-"""A small finished index, written by the writer itself from random tensors, with no model behind it."""
+"""A small finished index of random tensors, written by `ArtifactWriter` without a model."""
 
 import uuid
 from pathlib import Path
@@ -32,7 +32,8 @@ Files = dict[str, dict[str, torch.Tensor]]
 
 
 def small_files(context: int = 0, method: int = 0) -> Files:
-    """Tensors of every logical file; `context` and `method` are the seeds of what a prefill and a method made."""
+    """Return random tensors of every logical file; `context` and `method` are the seeds of the context and of the
+    method."""
     generator = torch.Generator().manual_seed(context)
     keys, values = torch.randn(2, KV_HEADS, SPLIT.tokens, HEAD_DIM, generator=generator).unbind()
     tail = torch.randn(QUERY_HEADS, SPLIT.tail, HEAD_DIM, generator=generator)
@@ -49,12 +50,12 @@ def small_files(context: int = 0, method: int = 0) -> Files:
 
 
 def small_recipe(name: str, context: int, method: int) -> str:
-    """What decides a logical file's content."""
+    """Return the recipe of a logical file: the hash of the file's name and of the seed that determines its tensors."""
     return hash_json([name, method if name == METHOD else context])
 
 
 def small_manifest(context: int = 0, method: int = 0) -> Manifest:
-    """A valid manifest, but for the files it does not name yet."""
+    """Return a manifest that is valid except that it names no files yet."""
     ids = small_files(context)[TOKENS]["input_ids"].tolist()
     return Manifest(
         writer_version="0.0",
@@ -110,7 +111,7 @@ def small_artifact(folder: Path, *, context: int = 0, method: int = 0, force: bo
 
 
 def assert_holds(folder: Path, *, context: int = 0, method: int = 0) -> None:
-    """Fail unless the index in a folder is whole and holds exactly these tensors."""
+    """Fail unless the index in a folder is whole and has exactly the tensors of `small_files` for these seeds."""
     artifact, files = Artifact(folder), small_files(context, method)
     assert artifact.manifest.uuid == small_manifest(context, method).uuid
     assert set(artifact.verify()) == artifact.manifest.files.keys() == files.keys()
@@ -121,13 +122,13 @@ def assert_holds(folder: Path, *, context: int = 0, method: int = 0) -> None:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Relative paths of everything in an index's folder but its lock and its mark."""
+    """Return the relative paths of all files in an index's folder, except its lock and its marker."""
     own = (LOCK, MARKER)
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in own}
 
 
 def assert_no_strays(folder: Path) -> None:
-    """Fail unless the folder holds the manifest and the files it names, and nothing else."""
+    """Fail unless the folder has only the manifest and the files that the manifest names."""
     manifest = Artifact(folder).manifest
     assert sorted(files_in(folder)) == sorted({MANIFEST, *(record.path for record in manifest.files.values())})
     assert all(any(path.iterdir()) for path in folder.rglob("*") if path.is_dir())

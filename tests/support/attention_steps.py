@@ -1,4 +1,4 @@
-"""Steps of attention over runs, exact rows and centroids, and their outputs by definition."""
+"""Inputs of attention steps over runs of rows, exact rows and centroids, and the expected outputs."""
 
 from dataclasses import dataclass, fields
 
@@ -10,12 +10,13 @@ from support.kernel_runs import uneven_counts
 from support.random_tensors import normal
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Relative errors of outputs, by the dtype of what is given."""
+"""Largest relative errors of outputs, by the dtype of the inputs."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Inputs of a step: query [H, G, D], middle and exact rows, runs of the middle, and centroids (`stand_`)."""
+    """Inputs of a step: query [H, G, D], middle and exact rows, runs of the middle, and centroids (fields
+    `stand_...`)."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -47,7 +48,7 @@ def some_step(
     seed: int = 0, *, H: int = 2, G: int = 3, D: int = 64, clusters: int = 40, budget: int = 90, exact: int = 70,
     dtype: torch.dtype = torch.float32,
 ) -> Step:  # fmt: skip
-    """A step whose runs are uneven clusters; in a random order, the first ones are taken up to the budget."""
+    """Return a random step whose runs are clusters of uneven sizes, chosen in random order up to the budget."""
     counts = uneven_counts(seed, H, clusters)
     M = int(counts.sum(1)[0])
     rows = [normal(seed + n, H, size, D).to(dtype) for n, size in enumerate((G, M, M, exact, exact, clusters))]
@@ -60,7 +61,7 @@ def some_step(
 
 
 def expected(step: Step, stands: bool, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Output [H, G, D] float64, computed one head after another."""
+    """Return the expected output [H, G, D] float64, computed head by head."""
     outputs = []
     for h, query in enumerate(step.query.double()):
         runs = zip(step.starts[h].tolist(), step.lengths[h].tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""A connector that takes the rows of bent.skv for rows of another layout: its keys' channels are moved by one."""
+"""A faulty connector of vLLM: it moves the channels of the keys of bent.skv by one, as if they had another layout."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny models whose attention has a mask or a bias of its own, which only transformers' own attention gets."""
+"""Tiny models with a mask or a bias of their own, which transformers' attention applies and sparsekv's does not."""
 
 import copy
 from collections.abc import Callable
@@ -12,24 +12,25 @@ from .tiny_models import FAMILIES
 WINDOW = 24
 IGNORED = 12
 REACH = 48
-"""Tokens of a build's preflight, within which the bends of BEYOND change nothing."""
+"""Number of tokens of a build's preflight. The masks and biases of BEYOND change nothing in so short a sequence."""
 
 Bend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Returns what is added to the logits of queries' positions [Q, 1] and keys' positions [1, T]."""
+"""Function that returns a mask or bias to add to the logits, from the positions of queries [Q, 1] and of keys [1,
+T]."""
 
 
 def window(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """A window that no layer passes on: tokens further back are not seen."""
+    """Mask tokens WINDOW or more positions back, by a window that no layer states."""
     return torch.where(query - keys < WINDOW, 0.0, float("-inf"))
 
 
 def without_first(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The first tokens are not seen by any that come later."""
+    """Mask the first IGNORED tokens for all later tokens."""
     return torch.where((keys >= IGNORED) | (query < IGNORED), 0.0, float("-inf"))
 
 
 def bias(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Tokens count less the further back they are, as with ALiBi."""
+    """Lower the logits of tokens in proportion to their distance, as ALiBi does."""
     return -0.05 * (query - keys)
 
 
@@ -37,31 +38,31 @@ BENDS = {"window": window, "without-first": without_first, "bias": bias}
 
 
 def long_window(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """A window of 60 tokens."""
+    """Mask tokens 60 or more positions back."""
     return torch.where(query - keys < 60, 0.0, float("-inf"))
 
 
 def hole(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Tokens between the 50th and the 90th are not seen by any that come later."""
+    """Mask tokens 50 to 89 for all tokens from token 90 on."""
     return torch.where((keys < 50) | (keys >= 90) | (query < 90), 0.0, float("-inf"))
 
 
 def far_bias(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Tokens further back than REACH count less the further back they are."""
+    """Lower the logits of tokens more than REACH positions back, in proportion to the further distance."""
     return -0.05 * (query - keys - REACH).clamp(min=0)
 
 
 BEYOND = {"window": long_window, "hole": hole, "bias": far_bias}
-"""Bends that no sequence of REACH tokens shows."""
+"""Masks and biases that change nothing in a sequence of REACH tokens."""
 
 
 def spares_the_end(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """A window of 60 tokens for queries before the 260th alone."""
+    """Mask tokens 60 or more positions back, for queries before position 260 only."""
     return torch.where((query - keys < 60) | (query >= 260), 0.0, float("-inf"))
 
 
 class BentLlama(LlamaForCausalLM):
-    """Llama, which adds a mask of its own to what its layers attend by."""
+    """Llama whose forward pass adds a mask or bias of its own to the layers' mask."""
 
     bend = staticmethod(window)
 
@@ -75,7 +76,7 @@ class BentLlama(LlamaForCausalLM):
 
 
 def bend(model: PreTrainedModel, how: str) -> PreTrainedModel:
-    """A model with the same weights, bent in one of the ways of BENDS."""
+    """Return a model with the same weights, and with the mask or bias of BENDS that `how` names."""
     kind = type(f"Bent{how}", (BentLlama,), {"bend": staticmethod(BENDS[how])})
     bent: PreTrainedModel = kind(model.config).eval()
     bent.load_state_dict(model.state_dict())
@@ -83,9 +84,10 @@ def bend(model: PreTrainedModel, how: str) -> PreTrainedModel:
 
 
 def attention_bent_by(name: str, bend: Bend) -> type[PreTrainedModel]:
-    """A Llama with an attention of its own, which is sdpa with a bent mask.
+    """Return a Llama class whose attention implementation is sdpa with an additional mask or bias.
 
-    It registers it with transformers as any package may. Whatever replaces its attention replaces the bend with it.
+    The class registers its implementation with transformers, as any package may. If another attention replaces this
+    implementation, the mask or bias is gone, too.
     """
     implementation = f"bent_{name}"
     registered = AttentionInterface(), AttentionMaskInterface()
@@ -107,12 +109,12 @@ def attention_bent_by(name: str, bend: Bend) -> type[PreTrainedModel]:
 
 
 def bend_attention(model: PreTrainedModel, name: str, by: Bend) -> PreTrainedModel:
-    """A model with the same weights, whose own attention is bent."""
+    """Return a model with the same weights, whose own attention implementation has the mask or bias `by`."""
     bent = attention_bent_by(name, by)(copy.deepcopy(model.config)).eval()
     bent.load_state_dict(model.state_dict())
     return bent
 
 
 def bent_llama(how: str) -> PreTrainedModel:
-    """The tiny Llama, bent."""
+    """Return the tiny Llama with the mask or bias of BENDS that `how` names."""
     return bend(FAMILIES["llama"](), how)

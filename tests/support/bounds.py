@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter held to the tensors that they are given, as memcheck holds compiled ones."""
+"""A check that kernels in Triton's interpreter access only the tensors that they get, like memcheck on a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +11,13 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements, and the one after the last."""
+    """Return the address of a tensor's first element, and the address after its last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def assert_within(extents: np.ndarray, pointers: Any, mask: Any) -> None:
-    """Each pointer that the mask lets through is to an element within one of the extents [N, 2]."""
+    """Raise IndexError unless each pointer that the mask enables is to an element within one of the extents [N, 2]."""
     addresses, wanted = np.broadcast_arrays(pointers.data.astype(np.int64), mask.data.astype(bool))
     some, size = addresses[wanted], max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
     if not len(some) or ((some.min() >= extents[:, 0]) & (some.max() + size <= extents[:, 1])).any():
@@ -29,7 +29,7 @@ def assert_within(extents: np.ndarray, pointers: Any, mask: Any) -> None:
 
 @contextmanager
 def kernels_within_bounds() -> Iterator[None]:
-    """What is launched reads and writes nothing else than elements of its arguments, or raises."""
+    """Within the context, make launched kernels raise IndexError if they read or write outside of their arguments."""
     extents = np.empty((0, 2), np.int64)
     given, masked_load, masked_store, atomic = (
         GridExecutor._init_args_hst,

@@ -1,4 +1,4 @@
-"""Chromium on a written page, and what it asks the network for or says on its console meanwhile."""
+"""Chromium with an open page, and a record of the page's network requests and console messages."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ WIDE = {"width": 1440, "height": 900}
 
 @dataclass
 class Watched:
-    """A page that is open, and what went wrong with it until now."""
+    """An open page, with its network requests and console messages so far."""
 
     page: "Page"
     url: str
@@ -27,7 +27,7 @@ class Watched:
         return self.page.locator(selector).text_content() or ""
 
     def lit(self) -> dict[int, str]:
-        """Passages that are lit, and the kind that each is lit as."""
+        """Return the kind of highlighting of each highlighted passage, by the passage's number."""
         found = "spans => spans.map(one => [Number(one.dataset.passage), one.dataset.kind])"
         return dict(self.page.locator(".passage[data-kind]").evaluate_all(found))
 
@@ -41,7 +41,7 @@ class Watched:
 
 @contextmanager
 def chromium() -> Iterator["Browser"]:
-    """The system's Chromium: $CHROMIUM, or the first that is on the path."""
+    """Start the system's Chromium: the program $CHROMIUM, or the first one on the path."""
     from playwright.sync_api import sync_playwright
 
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -54,7 +54,7 @@ def chromium() -> Iterator["Browser"]:
 
 @contextmanager
 def watched(browser: "Browser", path: Path, **options: Any) -> Iterator[Watched]:
-    """A page opened from its file, without a network."""
+    """Open a page from its file in a browser without a network, and record the page's requests and messages."""
     context = browser.new_context(**{"viewport": WIDE, "offline": True, **options})
     one = Watched(context.new_page(), path.as_uri())
     one.page.on("request", lambda request: one.requests.append(request.url))

@@ -52,10 +52,11 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"bos_token_id", START),
     (r"eos_token_id", END),
 )
-"""Fields of configs by name, and their sizes in a tiny model: the first name that matches decides."""
+"""Patterns of the names of configs' fields, with the fields' values in a tiny model. The first matching pattern
+applies."""
 SPECIAL_TOKENS = {"pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
 NESTED = ("decoder", "text_encoder", "audio_encoder")
-"""Configs inside a config whose name does not end with `config`."""
+"""Names of nested configs that do not end with `config`."""
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
@@ -117,16 +118,16 @@ CHANGES: dict[str, Fields] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Fields that a family needs beside the sizes above."""
+"""Further fields of a family's tiny config, by family."""
 
 
 def families() -> list[str]:
-    """Names of the families, as a config's `model_type` has them."""
+    """Return the names of the families, which are the values of `model_type` in configs."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def default_fields(family: str) -> Fields:
-    """The fields of a family's config without arguments, or with the few that it needs."""
+    """Return the default fields of a family's config; a few families need arguments for them."""
     needs: Fields = (
         {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
         if family == "gemma4_assistant"
@@ -136,10 +137,10 @@ def default_fields(family: str) -> Fields:
 
 
 def variants(family: str) -> dict[str, Fields]:
-    """Changes that make a family attend in other ways, where its config has fields for them."""
+    """Return named changes of config fields by which a family attends in other ways; the empty name has no changes."""
     try:
         fields = default_fields(family)
-    except Exception:  # the sweep tells it
+    except Exception:  # the sweep reports the failure
         return {"": {}}
     fields = fields.get("text_config") or fields
     found: dict[str, Fields] = {"": {}}
@@ -165,7 +166,7 @@ def has_plan(family: str) -> bool:
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """A family's own default config with tiny sizes; `changes` go to the text model's fields."""
+    """Return a family's own default config with tiny sizes; `changes` are applied to the text model's fields."""
     kind = CONFIG_MAPPING[family]
     fields = shrunk(default_fields(family))
     text = fields.get("text_config") or fields
@@ -174,13 +175,16 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def shrunk(fields: Fields) -> Fields:
-    """A config's fields with tiny sizes; of lists with an entry a layer, those of the layers that stay."""
+    """Return a config's fields with tiny sizes.
+
+    A list with an entry per layer keeps the entries of the remaining layers.
+    """
     stay = _layers_that_stay(fields)
     small = {name: _shrunk(name, value, fields, stay) for name, value in fields.items()}
     if small.get("kv_lora_rank"):
         small |= {name: HEADS for name in ("num_key_value_heads",) if name in small}
     if "qk_rope_head_dim" in small and "head_dim" in small:
-        small["head_dim"] = small["qk_rope_head_dim"]  # it is the size that RoPE turns
+        small["head_dim"] = small["qk_rope_head_dim"]  # head_dim is the number of channels that RoPE rotates
     return small
 
 
@@ -209,7 +213,7 @@ def _layers(fields: Fields) -> int:
 
 
 def _layers_that_stay(fields: Fields) -> list[int]:
-    """Numbers of LAYERS layers of a config, one of each kind among them."""
+    """Return the indices of the LAYERS layers that a tiny config keeps, with one of each kind if possible."""
     layers = _layers(fields)
     kinds = fields.get("layer_types") or fields.get("layers_block_type") or [""] * layers
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:LAYERS]
@@ -218,7 +222,7 @@ def _layers_that_stay(fields: Fields) -> list[int]:
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A random model whose attention is far from uniform, and whose states last for many tokens, the same each time."""
+    """Return a random model, the same each time, with peaked attention and with states that last for many tokens."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

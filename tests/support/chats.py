@@ -1,4 +1,4 @@
-"""Chats over the tiny index of tests/cli, on a terminal, and what they show."""
+"""Helpers for chats on a terminal over the tiny index of tests/cli."""
 
 import re
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from pathlib import Path
 from .dialogue import Dialogue, dialogue
 
 PROMPT = r"\x1b\[\?2004h> "
-"""Where the command waits, with the mark for pasted text that readline turns on."""
+"""Pattern of the chat's prompt, after the escape sequence by which readline turns on bracketed paste."""
 ENTERED = "\x1b[?2004l"
-"""What follows an entry."""
+"""Escape sequence after an entry, by which readline turns off bracketed paste."""
 ANSWER = 8
 FRAME = "<|end|>\n<|start|>user\n<|end|>\n<|start|>assistant\n"
-"""What the template puts around a question that follows an answer which was cut off."""
+"""Text of the chat template around a question that follows an answer which was cut."""
 
 
 @contextmanager
 def chat(place: Path, *options: str) -> Iterator[Dialogue]:
-    """A chat over the tiny index that waits for its first question."""
+    """Start a chat over the tiny index, and yield it when it waits for its first question."""
     short = () if "--max-new-tokens" in options else ("--max-new-tokens", str(ANSWER))
     with dialogue("chat", "--model", "model", *short, *options, cwd=place) as one:
         one.until(PROMPT)
@@ -26,28 +26,28 @@ def chat(place: Path, *options: str) -> Iterator[Dialogue]:
 
 
 def answer(one: Dialogue, entry: str) -> str:
-    """What is shown after an entry, up to the next prompt."""
+    """Send an entry, and return the text that is shown up to the next prompt."""
     one.send(f"{entry}\r")
     return shown(one)
 
 
 def shown(one: Dialogue) -> str:
-    """What is shown up to the next prompt, without the line that was typed."""
+    """Return the text that is shown up to the next prompt, without the typed line."""
     return one.until(PROMPT).rpartition(ENTERED)[2].lstrip("\r")
 
 
 def tokens(frame: str, text: str = "") -> int:
-    """How many tokens of the tiny tokenizer a text has: one a byte, and one for each special one."""
+    """Return the number of the tiny tokenizer's tokens in a text: one for each byte, and one for each special token."""
     return len(re.sub(r"<\|\w+\|>", "x", frame + text).encode())
 
 
 def prompt_tokens(said: str) -> int:
-    """What --stats says of the prompt's length."""
+    """Return the number of prompt tokens that --stats has printed."""
     found = re.search(r"([\d,]+) prompt tokens", said)
     assert found is not None, said
     return int(found[1].replace(",", ""))
 
 
 def cut(tokens: int = ANSWER) -> str:
-    """The line after an answer that was as long as it may be."""
+    """Return the line that follows an answer of the maximum length."""
     return f"the answer was cut after {tokens:,} token{'s' * (tokens != 1)} (--max-new-tokens)\n"

@@ -1,4 +1,4 @@
-"""What selectors were asked and chose, and whether a choice is the best there is by scores of a test's own."""
+"""Recording of selectors' queries and choices, and a check that a choice is the best one by given scores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from .small_layer import all_chosen
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice of a layer: the log-sum-exp [Hk, G, Q] of what else was attended, and the tokens of each head."""
+    """A recorded choice of a layer: the log-sum-exp [Hk, G, Q] of exact rows and sinks, and the tokens of each head."""
 
     queries: Queries
     exact_logsumexp: torch.Tensor
@@ -27,7 +27,7 @@ class Choice:
 
 @contextmanager
 def recorded_choices(cache: IndexCache) -> Iterator[list[list[Choice]]]:
-    """Within the context, collects the choices of each sparse layer of a cache, one for each forward pass."""
+    """Within the context, record the choices of each sparse layer of a cache, one for each forward pass."""
     selectors = [layer.plan.selector for layer in cache.stored_layers if isinstance(layer, SparseLayer)]
     choices: list[list[Choice]] = [[] for _ in selectors]
     with pytest.MonkeyPatch.context() as patch:
@@ -48,10 +48,10 @@ def _recording(selector: Selector, seen: list[Choice]) -> Any:
 
 
 def assert_best(chosen: list[list[list[int]]], scores: torch.Tensor, tokens: int) -> None:
-    """Fail unless each head and query has so many tokens, each once, and none left that scores higher.
+    """Fail unless each head and query has `tokens` distinct tokens, and no other token has a higher score.
 
     Args:
-        chosen: as `all_chosen` gives it.
+        chosen: the tokens of each head and query, as `all_chosen` returns them.
         scores: [Hk, Q, M] float64, Q as in `chosen`; up to 1e-5 of the largest counts as equal.
     """
     assert [len(of_head) for of_head in chosen] == [scores.shape[1]] * scores.shape[0]

@@ -1,4 +1,4 @@
-"""Decode steps over clusters, and their outputs by a choice and one softmax in float64."""
+"""Inputs of decode steps over clusters, and the expected outputs in float64."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class Step:
         return FORMS[form](self.query, self.clusters, self.rows, self.exact, self.budget, **rest)
 
     def scores(self) -> torch.Tensor:
-        """S_i [H, C] float64 of Squeezed Attention's equation 1, averaged over the group."""
+        """Return the scores S_i [H, C] float64 of Squeezed Attention's equation 1, averaged over the group."""
         counted, cap = self.clusters.counted, self.clusters.softcap
         logits = torch.einsum("hgd,hcd->hgc", self.query.double(), counted.centroids.double()) * SCALE
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -40,7 +40,10 @@ class Step:
         return (logits - total).exp().mean(1).masked_fill(counted.counts == 0, 0)
 
     def expected(self) -> torch.Tensor:
-        """Output [H, G, D] float64; a centroid that represents n tokens is attended like n copies of it."""
+        """Return the expected output [H, G, D] float64.
+
+        A centroid that represents n tokens is attended like n copies of it.
+        """
         counted, outputs = self.clusters.counted, []
         for head, order in enumerate(self.scores().argsort(dim=-1, descending=True, stable=True)):
             counts, taken = counted.counts[head].long(), torch.zeros_like(order)
@@ -74,7 +77,8 @@ def some_step(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """A step over clusters of uneven sizes, whose rows are in random order; the budget is `share` of the tokens."""
+    """Return a step over clusters of uneven sizes, whose rows are in random order; the budget is `share` of the
+    tokens."""
     counts = uneven_counts(seed, H, C)
     M = int(counts[0].sum())
     query, centroids, stand_values = random_attention(Hk=H, G=G, Q=1, T=C, D=D, dtype=dtype, seed=seed)

@@ -1,4 +1,4 @@
-"""Decode steps over codes, and their outputs by scores, the best of them, and one softmax in float64."""
+"""Inputs of decode steps over codes, and the expected outputs in float64."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from support.reference import random_attention
 
 SCALE = 0.1
 FORMS = {"compiled": attend_by_codes, "torch": attend_by_codes.reference}
-APART = 1e-4  # as a share of the last chosen score: rows that are nearer may take each other's place
+APART = 1e-4  # share of the last chosen score by which scores must differ for a certain choice
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -33,7 +33,7 @@ class Step:
             return FORMS[form](self.query, self.codes, self.rows, self.exact, self.budget, **rest)
 
     def choose(self) -> torch.Tensor:
-        """[H, budget]: rows that are chosen where exact rows and sinks are one number beside the rest."""
+        """Return the rows [H, budget] that `choose_by_codes` chooses, given one log-sum-exp of exact rows and sinks."""
         exact = self.logits(self.query, self.exact[0])
         sinks = [] if self.sinks is None else [self.sinks[..., None].double()]
         beside = torch.cat([exact, *sinks], -1).logsumexp(-1).float()
@@ -45,7 +45,7 @@ class Step:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def scores(self) -> torch.Tensor:
-        """[H, M] float64: probabilities by codes, the mean over the group."""
+        """Return the rows' scores [H, M] float64: probabilities estimated from codes, averaged over the group."""
         codes, exact = self.codes, self.logits(self.query, self.exact[0])
         heads, parts = torch.arange(len(codes.codes))[:, None, None], torch.arange(codes.codes.shape[2])
         named = codes.books.double()[heads, parts, codes.codes.long()].flatten(2)
@@ -55,14 +55,16 @@ class Step:
         return (self.logits(self.query.double() @ codes.turn.double(), named) - total).exp().mean(1)
 
     def is_clear(self) -> bool:
-        """Whether no row that is left has nearly the score of one that is chosen."""
+        """Whether each row that is not chosen scores clearly less than the last chosen row."""
         ordered = self.scores().sort(-1, descending=True).values
         last, after = ordered[:, self.budget - 1], ordered[:, self.budget : self.budget + 1]
         return bool((after < (1 - APART) * last[:, None]).all())
 
     def expected(self) -> torch.Tensor:
-        """Output [H, G, D] float64; a centroid that represents n rows is attended like n copies of it, each as heavy as
-        its cluster's mass says."""
+        """Return the expected output [H, G, D] float64.
+
+        A centroid that represents n rows is attended like n copies of it, weighted by its cluster's mass.
+        """
         codes, outputs = self.codes, []
         for head, best in enumerate(self.scores().argsort(-1, descending=True)[:, : self.budget]):
             keys, values = (
@@ -97,7 +99,7 @@ def some_step(
     share: float = 0.1,
     softcap: float | None = None,
 ) -> Step:
-    """A step over random codes; clusters of uneven sizes, some empty; the budget is `share` of the rows."""
+    """Return a step over random codes and clusters of uneven sizes, some empty; the budget is `share` of the rows."""
     counts, generator = uneven_counts(seed, H, C), torch.Generator().manual_seed(seed)
     M = int(counts[0].sum())
     labels = [torch.arange(C).repeat_interleave(of_head)[torch.randperm(M, generator=generator)] for of_head in counts]

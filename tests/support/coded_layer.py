@@ -17,7 +17,7 @@ from .small_layer import SINKS, SmallLayer, small_layer
 def coded_layer(
     middle: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE, *, seed: int = 3
 ) -> tuple[SmallLayer, MiddleContext]:
-    """A layer with codes of 4 bytes, in which keys are of `dtype`."""
+    """Return a layer, and its middle with 4-byte codes and with keys of `dtype`."""
     layer = small_layer(seed, middle=middle)
     keys, values = layer.context.keys, layer.context.load_values()
     indexer = CodesIndexer(levels=(0.02,), iterations=3, code_bytes=4)

@@ -1,4 +1,4 @@
-"""Running the real command: as a process of its own, or in this one, where many short runs would cost too much."""
+"""Runs of the real command: in processes of their own or, if many short runs would take too long, in this process."""
 
 import atexit
 import functools
@@ -26,12 +26,15 @@ EXECUTABLE = Path(sys.executable).with_name("sparsekv")
 
 
 def environment() -> dict[str, str]:
-    """What commands are given. Parallel workers whose commands take every core each would only wait for one another."""
+    """Return the environment of commands.
+
+    Under parallel tests each command has one thread, so that commands do not compete.
+    """
     return os.environ | ({"OMP_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {})
 
 
 def installed(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the installed command in a folder, which imports for seconds; the caller looks at its exit code."""
+    """Run the installed command in a folder; its imports take seconds. The caller checks the exit code."""
     command = [str(EXECUTABLE), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
 
@@ -39,7 +42,7 @@ def installed(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[
 def start(
     *arguments: str | Path, cwd: Path, seconds: float = 600, ignored: Sequence[int] = (), **standard: str | None
 ) -> Started:
-    """Start the real command, forked from a process that has its imports; it may take what a model needs.
+    """Start the real command, forked from a process that has its imports, with limits that allow for a model.
 
     Args:
         seconds: time after which the command is killed.
@@ -52,7 +55,7 @@ def start(
 
 
 def sparsekv(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the real command in a folder; the caller looks at its exit code."""
+    """Run the real command in a folder; the caller checks its exit code."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
         file.write(stdin)
         file.flush()
@@ -61,9 +64,9 @@ def sparsekv(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.C
 
 
 def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a bash script that calls `sparsekv`; a failure anywhere in a pipe is the script's.
+    """Run a bash script that calls `sparsekv`; the script fails if any command of a pipe fails.
 
-    Each call is a process of its own with the script's pipes, forked from one that has its imports.
+    Each call of `sparsekv` is a process of its own with the script's pipes, forked from a process that has the imports.
     """
     command = ["bash", "-o", "pipefail", "-c", script]
     path = f"{_forked_command()}:{EXECUTABLE.parent}:{environment()['PATH']}"
@@ -74,7 +77,10 @@ def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def _forked_command() -> Path:
-    """A folder with a `sparsekv` whose runs the zygote forks."""
+    """Return a folder with a program `sparsekv`, whose runs the zygote forks.
+
+    The zygote is a process that has the imports.
+    """
     folder = Path(tempfile.mkdtemp(prefix="bin-"))
     atexit.register(shutil.rmtree, folder)
     client = Path(__file__).with_name("shell_client.py")
@@ -93,8 +99,10 @@ class Outcome:
     stderr: str
 
     def error(self) -> str:
-        """The one line of an error; fails when there is more, less, or a traceback. That an index's model is loaded may
-        have been said before."""
+        """Return the message of a failed run; fail unless there is exactly one error line, and no output.
+
+        A line that tells which model the index names may come before the error line.
+        """
         said = "which the index names and you have named before"
         lines = [line for line in self.stderr.strip().splitlines() if not line.endswith(said)]
         assert len(lines) == 1, self.stderr
@@ -104,18 +112,18 @@ class Outcome:
 
 
 def run_here(*arguments: str | Path) -> Outcome:
-    """Run the command's own entry in this process and in the current folder."""
+    """Run the command in this process, in the current folder."""
     stdout, stderr = io.StringIO(), io.StringIO()
     code = run_into(stdout, stderr, *arguments)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
 
 
 _parser = functools.cache(typer.main.get_command)
-"""The parser of a command's options, made once: making it takes as long as a short command, and it never changes."""
+"""The parser of a command's options. Making it takes as long as a short command, and it never changes."""
 
 
 def run_into(stdout: TextIO, stderr: TextIO, *arguments: str | Path) -> int:
-    """Run the command's own entry in this process, with other standard files; return its exit code."""
+    """Run the command in this process, with other standard files; return its exit code."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGINT)}
     code: object = None
     try:
@@ -133,7 +141,7 @@ def run_into(stdout: TextIO, stderr: TextIO, *arguments: str | Path) -> int:
 
 
 def with_options(command: Sequence[str], *options: str) -> tuple[str, ...]:
-    """A call with more options; one that it has already gets the new value, since no option is taken twice."""
+    """Return a command with further options. An option that the command already has gets the new value."""
     kept = [*command]
     for name in options:
         if name.startswith("--") and name in kept:
@@ -142,7 +150,7 @@ def with_options(command: Sequence[str], *options: str) -> tuple[str, ...]:
 
 
 def fails(code: int, *arguments: str, says: tuple[str, ...]) -> None:
-    """Runs the command here and checks its exit code and that its one line of an error says every part."""
+    """Run the command in this process; check its exit code, and that its error line has every text in `says`."""
     outcome = run_here(*arguments)
     message = outcome.error()
     assert outcome.code == code, message

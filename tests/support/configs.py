@@ -1,4 +1,4 @@
-"""Configs of single methods, as tests name them."""
+"""Decoding configs of single methods, for tests."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from sparsekv.runtime.selection.interface import Budget, Method, MethodSpec
 
 
 def sparse(name: str, method: Method, budget: Budget, *, residual: bool = False, **others: Any) -> DecodeConfig:
-    """The config of a method at a budget; `others` are fields of `DecodeConfig`."""
+    """Return the config of a method at a budget; `others` are fields of `DecodeConfig`."""
     return DecodeConfig(MethodSpec(name, "", method, residual), budget, **others)
 
 
 def lossless(name: str, method: Method) -> DecodeConfig:
-    """The config of a method that drafts, at a tenth of the tokens."""
+    """Return the config of lossless decoding, with drafts by a method at a budget of a tenth of the tokens."""
     return sparse(name, method, Budget(0.1), question=Dense(), lossless=True)
 
 

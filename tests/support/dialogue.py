@@ -1,4 +1,4 @@
-"""Talking with the real command on a terminal of its own, as `pexpect` does with a process that it starts itself."""
+"""Dialogues with the real command on a terminal of its own, through `pexpect`."""
 
 import fcntl
 import os
@@ -15,13 +15,13 @@ from pexpect.fdpexpect import fdspawn
 from .forked import LIMITS, zygote
 
 PATIENCE = 30
-"""Seconds after which what is expected does not come any more."""
+"""Seconds to wait for an expected output."""
 
 
 class Dialogue(fdspawn):
-    """A command whose standard files are all one terminal, its controlling one; forked, because it imports for seconds.
+    """A running command whose standard files are its controlling terminal.
 
-    What it remembers lies in `cwd/cache`.
+    The command is forked from a process that has its imports. Its files for later runs are in `cwd/cache`.
 
     Args:
         stdout: a file that takes standard output in place of the terminal.
@@ -42,15 +42,15 @@ class Dialogue(fdspawn):
         super().__init__(ours, timeout=PATIENCE, encoding="utf-8", codec_errors="replace")
 
     def resize(self, lines: int, columns: int) -> None:
-        """Change the window's size, of which the terminal tells the command."""
+        """Change the size of the terminal's window; the terminal tells the command."""
         fcntl.ioctl(self.fileno(), termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
 
     def press(self, letter: str) -> None:
-        """Ctrl and a letter."""
+        """Press Ctrl and a letter."""
         self.send(chr(ord(letter.upper()) - 64))
 
     def until_it_waits(self) -> None:
-        """Return when the command sleeps. Between a prompt and its wait for input, readline loses a Ctrl-C."""
+        """Wait until the command sleeps. Between a prompt and the wait for input, readline loses a Ctrl-C."""
         state = Path(f"/proc/{self.started.pid}/stat")
         seen = ""
         while not seen.endswith("SSS"):
@@ -58,18 +58,18 @@ class Dialogue(fdspawn):
             seen += state.read_text().rpartition(")")[2].split()[0]
 
     def paste(self, text: str) -> None:
-        """Text as a terminal sends it that marks what is pasted."""
+        """Paste a text as a terminal with bracketed paste sends it."""
         self.send(f"\x1b[200~{text.replace(chr(10), chr(13))}\x1b[201~")
 
     def until(self, pattern: str) -> str:
-        """What is shown before a pattern, with line ends as in a file."""
+        """Wait for a pattern; return the text before it, with line ends as in a file."""
         self.expect(pattern)
         return str(self.before).replace("\r\n", "\n")
 
 
 @contextmanager
 def dialogue(*arguments: str | Path, cwd: Path, stdout: Path | None = None) -> Iterator[Dialogue]:
-    """A command to talk with, which must have been told to leave at the end of the context, and end well."""
+    """Start a command for a dialogue. It must end within the context, with exit code 0."""
     one = Dialogue(*arguments, cwd=cwd, stdout=stdout)
     try:
         yield one

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS_PAGE = ROOT / "docs" / "reference" / "commands.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page != COMMANDS_PAGE]
-"""All but the command reference, which is generated."""
+"""All pages except the command reference, which is generated."""
 SET_UP = {
     "make demo",
     "make test",
@@ -19,24 +19,24 @@ SET_UP = {
     "pip install -c constraints.txt .",
     "pip install -c constraints.txt '.[cpu]'",
 }
-"""What a fresh clone is told to run: of no use to a test within one."""
+"""Lines that a fresh clone runs as its set-up, and that a test does not run."""
 SHELL = ("sh", "bash")
 HEAVY = {
     r"--context \d+K|bench-model": "a shape of a large model",
     r"sparsekv [^|]*(--model|-m) (?!smollm2)|--device cuda": "a model or device that not everybody has",
     r"sparsekv eval (?!.*--length [1-9]\d{0,2}\b)": "contexts of 4,096 tokens: give `--length 320`",
 }
-"""What no page's commands may have where they are run, and why."""
+"""Patterns of commands that are too heavy for a test, with the reason."""
 MARKER = re.compile(r"\s*<!-- (recorded|long|tested): (.+) -->\s*")
 
 
 def name(page: Path) -> str:
-    """A page's path within the repository."""
+    """Return a page's path within the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
 def without_blocks(page: Path) -> str:
-    """A page's text with its fenced blocks emptied, its lines where they were."""
+    """Return a page's text with emptied fenced blocks; all lines keep their numbers."""
     text, inside = [], False
     for line in page.read_text(encoding="utf-8").splitlines():
         fence = line.lstrip().startswith("```")
@@ -47,7 +47,8 @@ def without_blocks(page: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it opens, the word behind its fence, its text, and what the lines before it say."""
+    """A fenced block: the line where it opens, the word after its fence, its text, and the text of the lines before
+    it."""
 
     page: Path
     line: int
@@ -61,23 +62,23 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Its lines without comments and blank ones, those that go on after a backslash joined."""
+        """The block's lines, without comments and blank lines; a line that continues after a backslash is joined."""
         lines = (line.strip() for line in self.text.replace("\\\n", " ").splitlines())
         return [line for line in lines if line and not line.startswith("#")]
 
     @property
     def is_set_up(self) -> bool:
-        """Whether every line is one that a fresh clone runs."""
+        """Whether every line is part of a fresh clone's set-up."""
         plain = [re.sub(r"\s+#.*", "", line) for line in self.commands]
         return self.info in SHELL and bool(plain) and all(line in SET_UP for line in plain)
 
     @property
     def runs(self) -> bool:
-        """Whether it is for a test to run, with the others of its page."""
+        """Whether a test runs the block, together with the other such blocks of its page."""
         return self.info in (*SHELL, "python") and self.marker is None and not self.is_set_up
 
     def fault(self) -> str | None:
-        """Why nobody can tell whether what it says is true; None where somebody can."""
+        """Return the reason why no test and no mark says whether the block is true; None if one does."""
         kind = self.marker[0] if self.marker else ""
         if self.runs:
             return self._fault_of_commands()
@@ -99,7 +100,7 @@ class Block:
         )
 
     def _fault_of_commands(self) -> str | None:
-        """What of a block that is run would take longer than a test may."""
+        """Return the reason why a block's commands are too heavy for a test; None if they are not."""
         if self.info not in SHELL:
             return None
         for command in self.commands:
@@ -116,7 +117,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Every fenced block of a page, from top to bottom."""
+    """Yield every fenced block of a page, from top to bottom."""
     lines = page.read_text(encoding="utf-8").splitlines()
     start: int | None = None
     for number, line in enumerate(lines):
@@ -137,7 +138,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def tables(page: Path, *columns: str) -> Iterator[list[str]]:
-    """The rows, cell by cell, of every table whose header begins with some columns."""
+    """Yield the rows, as lists of cells, of every table whose header begins with the given columns."""
     wanted = False
     for line in page.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []

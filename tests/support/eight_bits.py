@@ -1,4 +1,4 @@
-"""Random keys and values in 8 bits, and what they mean."""
+"""Random int8 keys and values with scales, and the numbers that they represent."""
 
 from dataclasses import dataclass, fields
 
@@ -10,7 +10,7 @@ from support.random_tensors import normal
 
 @dataclass(frozen=True)
 class EightBits:
-    """Numbers [H, M, D] int8 with their scales, and the keys and values [H, M, D] float64 that they mean."""
+    """Numbers [H, M, D] int8 with their scales, and the keys and values [H, M, D] float64 that they represent."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -20,7 +20,8 @@ class EightBits:
 
 
 def eight_bits(seed: int, H: int, M: int, D: int) -> EightBits:
-    """Keys with channels of very different sizes around means that are far from zero; values of different sizes."""
+    """Return keys with channels of very different sizes around means that are far from zero, and values of different
+    sizes."""
     random = torch.Generator().manual_seed(seed)
     keys, values = (torch.randint(-127, 128, (H, M, D), dtype=torch.int8, generator=random) for _ in range(2))
     sizes = (0.5 * normal(seed + 1, H, M)).exp().bfloat16() / 100
@@ -34,5 +35,5 @@ def eight_bits(seed: int, H: int, M: int, D: int) -> EightBits:
 
 
 def scales_on(scales: RowScales, device: torch.device | str) -> RowScales:
-    """The same on a device."""
+    """Return the scales on a device."""
     return RowScales(*(getattr(scales, one.name).to(device) for one in fields(scales)))

@@ -1,4 +1,4 @@
-"""Engines that decode several questions together, and decode steps as a GPU takes them."""
+"""Engines that decode several questions together, and stand-ins on a CPU for a GPU's decode steps."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -20,12 +20,12 @@ def packed(index: OpenIndex, cache: IndexCache, slots: int) -> Engine:
 
 
 def answered(engine: Engine, asked: list[torch.Tensor], sampling: Sampling) -> dict[int, Answer]:
-    """The answers by the numbers of their questions."""
+    """Return the answers by the index of their question."""
     return dict(engine.answers([Request(one, sampling) for one in asked]))
 
 
 def count_rows_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each decode step of a single sequence write its row to a slot whose number lies on the device."""
+    """Make each decode step of a single sequence write its row to a slot whose index is on the device."""
     plain = IndexCache.reserve
 
     def reserve(cache: IndexCache, needed: int, most: int, *, capture: bool) -> bool:
@@ -35,7 +35,7 @@ def count_rows_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ReplayedStep:
-    """Stands for a step's CUDA graph on a CPU: runs the step again, over the buffers of its capture."""
+    """Replacement of a step's CUDA graph on a CPU: runs the step again, over the buffers of the capture."""
 
     def __init__(self, cache: SequenceCache, step: Run):
         self.cache, self.step = cache, step
@@ -58,7 +58,7 @@ class ReplayedStep:
 
 
 def capture_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let decode steps of engines that are made from now on be captured and replayed, as on a GPU."""
+    """Make decode steps of engines that are created from now on be captured and replayed, as on a GPU."""
     made = SequenceCache.__init__
 
     def init(cache: SequenceCache, *args: Any, **more: Any) -> None:

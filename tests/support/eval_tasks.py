@@ -1,4 +1,4 @@
-"""Requests for tasks over a real text, with a tokenizer that is quick to count with."""
+"""Requests for evaluation tasks over a real text, with a fast token counter."""
 
 import re
 from typing import Any
@@ -14,12 +14,12 @@ PAIRS = (
 
 
 def count_words(text: str) -> int:
-    """Tokens of a tokenizer that takes words and every other sign apart."""
+    """Count the words and all other signs of a text, as its tokens."""
     return len(re.findall(r"\w+|[^\w\s]", text))
 
 
 def request(**changes: Any) -> Request:
-    """Two contexts of 1,000 tokens with three questions each."""
+    """Return a request for two contexts of 1,000 tokens with three questions each."""
     return Request(
         **(
             {"text": BY_NAME, "count": count_words, "length": 1000, "contexts": 2, "questions": 3, "pairs": PAIRS}

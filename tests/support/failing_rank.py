@@ -1,7 +1,8 @@
-"""A program: `sparsekv ARGUMENTS` as a rank that fails, or waits, where it is told to.
+"""Program that runs `sparsekv ARGUMENTS` as one rank of several; in one of the ranks a function fails or waits.
 
-Arguments: the number of that rank, where ("package.module:Class.function" or "package.module:function"), how (the name
-of a function below, which is called instead of that function and with it), and the command's.
+The program's arguments are: the number of that rank; the function ("package.module:Class.function" or
+"package.module:function"); the name of a function of this file, which is called instead of that function, with it as
+the first argument; and the command's arguments.
 """
 
 import os
@@ -20,23 +21,23 @@ Does = Callable[..., Any]
 
 
 def killed(does: Does, *given: Any) -> NoReturn:
-    """The process is killed."""
+    """Kill the process."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
 def refused(does: Does, *given: Any) -> NoReturn:
-    """What is asked for cannot be done."""
+    """Raise the error of a task that cannot be done."""
     raise UsageError("this layer cannot be indexed; try another")
 
 
 def unreadable(does: Does, *given: Any) -> NoReturn:
-    """The disk fails."""
+    """Raise the error of a failing disk."""
     raise OSError(5, "input/output error")
 
 
 def left_alone(does: Does, *given: Any) -> Any:
-    """It goes on once all other ranks have ended, which they do soon."""
+    """Wait until all other ranks have ended, and then call the function."""
     ends = time.monotonic() + 60
     while len(psutil.Process(os.getppid()).children()) > 1:
         if time.monotonic() > ends:

@@ -1,4 +1,4 @@
-"""Builds an index with a tiny model of a family, asks it, and compares with plain transformers on the same ids."""
+"""Builds of an index with a tiny model of a family, and comparisons of an answer with plain transformers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +25,18 @@ QUESTION, STEPS = 7, 5
 
 @dataclass(frozen=True)
 class Outcome:
-    """`verdict`: `right`, `refused` in a line before the prefill, or else what must not be: `wrong`, `late` (refused
-    after the prefill began), `error` (no line of ours), `unmade` (transformers makes no such model)."""
+    """Outcome of a family.
+
+    `verdict` is `right`; `refused`, in one line before the prefill; or a fault: `wrong` (other logits), `late` (refused
+    after the prefill began), `error` (an error that is not sparsekv's), `unmade` (transformers makes no such model).
+    """
 
     verdict: str
     reason: str = ""
 
 
 def sweep(family: str, changes: dict[str, Any]) -> Outcome:
-    """The outcome for a family's tiny model, with these changes of its config."""
+    """Return the outcome for a family's tiny model, with these changes of its config."""
     try:
         model = tiny_model(tiny_config(family, **changes))
     except Exception as error:

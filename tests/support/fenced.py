@@ -1,4 +1,4 @@
-"""Tensors whose memory ends, or begins, at a page that nobody may touch: reading past them is a segmentation fault."""
+"""Tensors whose memory ends, or begins, at a protected page: an access past them is a segmentation fault."""
 
 import ctypes
 import mmap
@@ -12,7 +12,7 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def fenced(tensor: torch.Tensor, *, behind: bool) -> torch.Tensor:
-    """A copy with such a page right behind its last element, or else right before its first; never freed."""
+    """Return a copy, never freed, with a protected page after its last element if `behind`, else before its first."""
     tensor, page = tensor.contiguous(), mmap.PAGESIZE
     size = max(1, tensor.numel()) * tensor.element_size()
     room = -(-size // page) * page

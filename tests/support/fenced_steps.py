@@ -1,4 +1,4 @@
-"""Compiled decode steps over tensors with fences, in a process of its own: a read past one of them ends it."""
+"""Program of compiled decode steps over fenced tensors: a read past a tensor ends the process."""
 
 import ctypes
 from dataclasses import replace
@@ -13,14 +13,14 @@ from support.odd_numbers import KINDS, odd
 
 
 def read_past(past: int, *, behind: bool) -> None:
-    """Read a number so many bytes from the beginning of five of 8 bytes each."""
+    """Read a number at `past` bytes from the beginning of a fenced tensor of five numbers of 8 bytes each."""
     tensor = fenced(torch.arange(5), behind=behind)
     assert tensor.tolist() == [0, 1, 2, 3, 4]
     _ = ctypes.c_long.from_address(tensor.data_ptr() + past).value
 
 
 def code_steps() -> None:
-    """Steps over codes, with numbers of every kind."""
+    """Run steps over codes, with numbers of every kind in KINDS."""
     for behind in (False, True):
         for kind in KINDS:
             step = of_codes.some_step(5, H=2, D=20, m=5, C=13, E=6, softcap=2.0 if behind else None)
@@ -40,7 +40,7 @@ def code_steps() -> None:
 
 
 def cluster_steps() -> None:
-    """Steps over clusters, with numbers of every kind."""
+    """Run steps over clusters, with numbers of every kind in KINDS."""
     for behind in (False, True):
         for kind in KINDS:
             step = of_clusters.some_step(5, H=2, D=20, C=13, E=6)

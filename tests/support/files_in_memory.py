@@ -11,17 +11,17 @@ from pathlib import Path
 
 SHARED = Path("/dev/shm")
 ROOM = 6 << 30
-"""Bytes that have to be free; the tests need about a third of them."""
+"""Free bytes that are required; the tests need about a third of them."""
 
 
 def keep_files_in_memory() -> None:
-    """Let temporary files of this process, and of those that it starts, lie in memory if there is room.
+    """Store temporary files of this process, and of processes that it starts, in memory if there is room.
 
-    A user's choice by TMPDIR stays.
+    If the user has set TMPDIR, nothing changes.
     """
     if "TMPDIR" in os.environ or not os.access(SHARED, os.W_OK | os.X_OK):
         return
     free = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     if min(shutil.disk_usage(SHARED).free, int(free["MemAvailable"].split()[0]) << 10) >= ROOM:
         os.environ["TMPDIR"] = str(SHARED)
-        tempfile.tempdir = None  # it is found anew
+        tempfile.tempdir = None  # tempfile reads TMPDIR again

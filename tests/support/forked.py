@@ -1,4 +1,4 @@
-"""The real command in processes of its own, without the seconds of its imports: forked from one that has them."""
+"""Runs of the real command in forks of a process that has its imports, because the imports take seconds."""
 
 import contextlib
 import copy
@@ -18,7 +18,7 @@ from typing import Any
 
 HANG = 30.0  # seconds
 LIMITS = {"AS": 2 << 30, "FSIZE": 1 << 30, "CORE": 0}
-"""What a run may take of the machine, whatever it is given: AS in bytes beyond what its imports take."""
+"""Resource limits of a run. AS is in bytes beyond those of the imports."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -34,7 +34,10 @@ class Run:
     stderr: str
 
     def told(self) -> str:
-        """The message of a run that failed as it should: its last line; fails where anything else is an error too."""
+        """Return the message of a run that failed as it should: its last line.
+
+        Fail if another line is an error, too.
+        """
         lines = self.stderr.rstrip("\n").split("\n")
         errors = [line for line in lines if "error: " in line.lower()]
         assert lines[-1].startswith("sparsekv: error: "), self
@@ -69,7 +72,7 @@ class Started:
         self.pid: int = json.loads(self._lines.readline())["pid"]
 
     def stop(self) -> bool:
-        """Stop it, to be told SIGCONT; False where it has ended by then."""
+        """Suspend the run until it gets SIGCONT; return False if it has ended."""
         state = Path(f"/proc/{self.pid}/stat")
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             os.kill(self.pid, signal.SIGSTOP)
@@ -79,7 +82,7 @@ class Started:
         return False
 
     def wait(self) -> Run:
-        """Its end."""
+        """Wait for the end of the run, and return its results."""
         with self._connection, self._lines, self._outputs as folder:
             answer = json.loads(self._lines.readline())
             printed = {name: _printed(Path(folder, name)) for name in ("stdout", "stderr")}
@@ -87,18 +90,18 @@ class Started:
 
 
 def _printed(path: Path) -> str:
-    """With line ends as they are. Empty where a run was given another file."""
+    """Return an output with its line ends; empty if the run wrote to another file."""
     return path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
 
 
 class Zygote:
-    """Starts commands at the speed of a fork, several at once if need be; ends with this process.
+    """Starts commands as forks of a process that has their imports; ends with this process.
 
-    Its imports see this process's environment, with a home of its own.
+    That process has this process's environment, with a home folder of its own.
     """
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="zygote-")  # a home, for what libraries keep for a user
+        self._folder = tempfile.TemporaryDirectory(prefix="zygote-")  # a home folder for the libraries' files
         home, self.socket = self._folder.name, f"{self._folder.name}/socket"
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self._process = subprocess.Popen(
@@ -113,7 +116,7 @@ class Zygote:
         assert self._process.stdout.readline() == "ready\n"
 
     def with_packages(self, folder: Path) -> "Zygote":
-        """Another one, whose commands find the packages in a folder too. Ends with this one."""
+        """Return another zygote, whose commands also find the packages in a folder. It ends with this zygote."""
         branch = copy.copy(self)
         branch.socket = f"{self.socket}-{folder.name}"
         with socket.socket(socket.AF_UNIX) as connection, connection.makefile() as lines:
@@ -138,10 +141,10 @@ class Zygote:
         """Start the command in a folder.
 
         Args:
-            environment: what differs from this process's own.
-            limits: `RLIMIT_` names; AS counts from what the imports take.
-            unprivileged: obeys permissions, also where the tests run as root.
-            kill_before: SIGKILL before the n-th operation that changes a file.
+            environment: variables that differ from this process's environment.
+            limits: values by `RLIMIT_` names; AS is in bytes beyond those of the imports.
+            unprivileged: file permissions restrict the command, even if the tests run as root.
+            kill_before: n; the command is killed before its n-th operation that changes a file.
             ignored: signals that the run ignores, such as SIGHUP under nohup.
             program: a module below `tests` that is run instead of the command.
             standard: files for `stdin`, `stdout`, `stderr`; None closes one.
@@ -168,11 +171,11 @@ class Zygote:
         return Started(connection, request, outputs)
 
     def run(self, *arguments: str | Path, **how: Any) -> Run:
-        """Run the command to its end; takes what `start` takes."""
+        """Run the command to its end, with the arguments of `start`."""
         return self.start(*arguments, **how).wait()
 
 
 @functools.cache
 def zygote() -> Zygote:
-    """One for all runs of this process."""
+    """Return the zygote of all runs of this process."""
     return Zygote()

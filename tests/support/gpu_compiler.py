@@ -1,8 +1,8 @@
-"""Compiles launches of Triton kernels for a GPU where there is none: run as a program, the kernels of attention and of
-rows that sequences have for themselves, those that rank tokens by posting lists and by codes, those for several queries
-over codes, the choice of clusters for several questions, logits of centroids in 8 bits, and the sum over ranks.
+"""Program that compiles launches of Triton kernels for a GPU, on a machine without one.
 
-The interpreter runs what the compiler may refuse. To be run with TRITON_INTERPRET=0.
+Triton's interpreter runs code that the compiler may refuse. Run the program with TRITON_INTERPRET=0. It compiles the
+kernels of attention, of storing rows, of ranks by posting lists and by codes, of several queries over codes, of the
+choice of clusters for several questions, of logits of int8 centroids, and of the sum over ranks.
 """
 
 import sys
@@ -39,7 +39,7 @@ H, G, B, M = 2, 4, 3, 640
 
 
 class Compiler:
-    """In a kernel's place: compiles what it would launch."""
+    """Replacement of a kernel: compiles the kernel for each launch, and runs nothing."""
 
     def __init__(self, kernel: Any):
         self.kernel, self.compiled = kernel, []
@@ -59,7 +59,7 @@ class Compiler:
                 divisible[(number,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-                # As a launch finds by itself: rows whose strides are multiples of 16 are loaded 16 bytes at a time.
+                # As in a real launch: rows whose strides are multiples of 16 are loaded 16 bytes at a time.
                 if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                     divisible[(number,)] = [["tt.divisibility", 16]]
         options = {name: value for name, value in named.items() if name in OPTIONS}
@@ -68,20 +68,20 @@ class Compiler:
 
 
 def some_runs(D: int, dtype: torch.dtype, *, in_8_bits: bool) -> RunRows:
-    """Rows that are never read."""
+    """Return the rows of a launch, which are never read."""
     keys = torch.zeros(H, M, D, dtype=torch.int8 if in_8_bits else dtype)
     rows, queue = torch.zeros(H, M, dtype=torch.int32), torch.zeros(H, dtype=torch.int32)
     return RunRows(keys, keys, rows, None, M, None, queue, some_scales(M, D) if in_8_bits else None)
 
 
 def some_scales(rows: int, D: int) -> RowScales:
-    """What so many rows in 8 bits would mean."""
+    """Return scales of `rows` int8 rows."""
     scales, channels = torch.zeros(H, rows, 2, dtype=torch.bfloat16), torch.zeros(H, D, dtype=torch.bfloat16)
     return RowScales(scales, channels, channels, torch.zeros(H))
 
 
 def some_centroids(D: int, dtype: torch.dtype, *, listed: bool, in_8_bits: bool) -> ScoredCentroids:
-    """Centroids of 48 clusters, those that are listed, or all of them, which may be in 8 bits."""
+    """Return centroids of 48 clusters: listed clusters, or all clusters, which may be int8."""
     logits, counts, values = torch.zeros(H, G, 48), torch.zeros(H, 48), torch.zeros(H, 48, D, dtype=dtype)
     used = torch.zeros(H, dtype=torch.int32)
     if listed:
@@ -92,7 +92,10 @@ def some_centroids(D: int, dtype: torch.dtype, *, listed: bool, in_8_bits: bool)
 
 
 def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
-    """A step of one sequence, and one of several that share the rows; with `more` also centroids, a cap and sinks."""
+    """Compile a step of one sequence, and a step of several sequences that share rows.
+
+    With `more`, the steps also have centroids, a soft cap and sinks.
+    """
     runs, exact = some_runs(D, dtype, in_8_bits=in_8_bits), torch.zeros(H, 70, D, dtype=dtype)
     query, sinks = torch.zeros(H, G, D, dtype=dtype), torch.zeros(H, G) if more else None
     cap, count = (3.0, torch.zeros(1, dtype=torch.int32)) if more else (None, None)
@@ -107,14 +110,15 @@ def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
 
 
 def score(D: int, dtype: torch.dtype) -> None:
-    """Centroids in 8 bits."""
+    """Compile the logits of int8 centroids."""
     rows, counts = torch.zeros(H, 48, D, dtype=torch.int8), torch.zeros(H, 48, dtype=torch.int32)
     rounded = Int8Kernel(rows, rows, some_scales(48, D))
     cluster_choice_triton._launch(torch.zeros(H, G, D, dtype=dtype), rounded, counts, 0.1, 3.0)
 
 
 def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
-    """Of codes, and of posting lists; with `more` a count of the exact keys, a cap and sinks."""
+    """Compile ranks by codes and by posting lists; with `more`, with a count of the exact keys, a soft cap and
+    sinks."""
     query, keys = torch.zeros(H, G, D, dtype=dtype), torch.zeros(H, 70, D, dtype=dtype)
     exact = ExactKeys(keys, torch.zeros(1, dtype=torch.int32), torch.zeros(H, G, dtype=dtype))
     about = (exact if more else ExactKeys(keys)), 0.1, (3.0 if more else None)
@@ -122,7 +126,7 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     codes = LaidOutCodes(torch.zeros(H, D, D).half(), books, words, 4096, spans_of(books))
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
-    for few, many in ((1, 1), (0, 1), (0, 0)) if more else ((1, 1),):  # tiles of an SM; there is less than one
+    for few, many in ((1, 1), (0, 1), (0, 0)) if more else ((1, 1),):  # tiles per SM; there is less than one here
         with patch.multiple(code_ranks_triton, MANY_TILES=few, MOST_TILES=many):
             ranks = code_ranks_triton.rank_codes_triton(query, codes, clusters, about[0], 100, *about[1:]).ranks
         with patch.object(top_ranks_triton, "MANY", few):
@@ -134,7 +138,7 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
 
 
 def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
-    """A question's queries together, and several that choose by themselves."""
+    """Compile ranks for all queries of a question together, and for several queries that choose by themselves."""
     books, words = torch.zeros(H, 8, 256, D // 8).half(), torch.zeros(H, 2, 4096, dtype=torch.int32)
     codes = KeyCodes(torch.zeros(H, D, D).half(), books, words, 4096)
     joint_ranks_triton.rank_jointly_triton(
@@ -150,20 +154,20 @@ def several(D: int, dtype: torch.dtype, softcap: float | None) -> None:
 
 
 def choose(D: int, dtype: torch.dtype, questions: int, softcap: float | None) -> None:
-    """Clusters for so many questions of a token each."""
+    """Compile the choice of clusters for several questions of one token each."""
     query, ends = torch.zeros(H, G, questions, D, dtype=dtype), torch.arange(questions, dtype=torch.int32)
     centroids, counts = torch.zeros(H, 4096, D, dtype=dtype), torch.zeros(H, 4096, dtype=torch.int32)
     shared_choice_triton.choose_together_triton(query, ends, centroids, counts, counts, 640, M, 0.1, softcap)
 
 
 def add_up(D: int, dtype: torch.dtype, softcap: float | None) -> None:
-    """Attention to stored keys."""
+    """Compile the sum of attention to stored keys."""
     query, keys, seen = torch.zeros(70, D, dtype=dtype), torch.zeros(640, D, dtype=dtype), torch.ones(70).long()
     shares_triton.attention_shares_triton(query, keys, query, seen, torch.ones(70), 0.1, softcap)
 
 
 def main() -> None:
-    """Print how many kernels were compiled, and fail for one that would not fit a multiprocessor."""
+    """Compile all launches, print the number of kernels, and fail if a kernel does not fit an SM."""
     (
         partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists,
         total, store, sums, scores, take, taken, weights, ranks,

@@ -1,4 +1,4 @@
-"""Indices from strangers: hostile or damaged in a way that a seed decides."""
+"""Attacks: runs of the command on indices that are hostile or damaged, in a way that a seed determines."""
 
 import random
 import shutil
@@ -17,13 +17,16 @@ KINDS = {
 
 
 def damage(index: Path, kind: str, seed: int) -> Damage:
-    """Damage an index, always in the same way for a seed; seeds in a row take one way after the other."""
+    """Damage an index, in the same way for equal seeds; consecutive seeds take the kinds of damage in turn."""
     damagers = KINDS[kind]
     return damagers[seed % len(damagers)](index, random.Random(f"{kind} {seed}"))
 
 
 def attack(sandbox: Sandbox, done: Damage, command: Attacked, seed: int) -> None:
-    """Run a command on a damaged index; fails unless it was done or told, and nothing but its own was changed."""
+    """Run a command on a damaged index.
+
+    Fail unless it succeeds, or ends with one error line, and changes only its own files.
+    """
     before = hash_tree(sandbox.home)
     run = sandbox.run(*command.arguments(sandbox, seed))
     run.assert_harmless()
@@ -40,7 +43,7 @@ def _is_foreign(path: str, done: Damage) -> bool:
 
 
 def attack_once(world: World, home: Path, kind: str, seed: int, command: Attacked) -> str | None:
-    """What a command on one damaged index did wrong; None where it did nothing wrong. Leaves nothing behind."""
+    """Return the fault of a command on one damaged index; None without a fault. Removes the home folder at the end."""
     sandbox = world.copy(home)
     done = damage(sandbox.index, kind, seed)
     try:

@@ -1,4 +1,4 @@
-"""Folders of an index in which things are not what their names say."""
+"""Damage to an index's folder: links, pipes, folders and foreign files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TEMPORARY = (
     ".lock",
     "tokens.safetensors.tmp",
 )
-"""Names that a writer may want to write to."""
+"""Names of files that a writer may create."""
 OUTSIDE = ("../.bashrc", "../notes.txt", "../layers/layer_000.safetensors", "../new file", "/dev/zero", "/dev/full")
 
 
@@ -32,7 +32,7 @@ def _clear(path: Path) -> None:
 
 
 def link(index: Path, choose: random.Random) -> Damage:
-    """A name that is read or written is a link to something else."""
+    """Replace a file that is read or written by a link to another file."""
     name, target = _some_name(index, choose), choose.choice([*OUTSIDE, "itself"])
     path = index / name
     _clear(path)
@@ -42,7 +42,7 @@ def link(index: Path, choose: random.Random) -> Damage:
 
 
 def link_to_itself_moved(index: Path, choose: random.Random) -> Damage:
-    """A file or folder of the index lies elsewhere, with a link to it where it was."""
+    """Move a file or folder of the index, and leave a link to it."""
     names = sorted({Path(record["path"]).parts[0] for record in read_fields(index)["files"].values()})
     name = choose.choice([*names, "context/layer_001.safetensors"])
     moved = (index / name).rename(index.parent / "moved")
@@ -51,7 +51,7 @@ def link_to_itself_moved(index: Path, choose: random.Random) -> Damage:
 
 
 def folder_elsewhere(index: Path, choose: random.Random) -> Damage:
-    """A folder of the index is a link to a folder with other things in it."""
+    """Replace a folder of the index by a link to another folder."""
     name = choose.choice(["context", "squeezed", "h2o", "queries"])
     shutil.rmtree(index / name)
     (index / name).symlink_to(choose.choice(["../layers", "../a model", "..", ".", "/tmp"]))
@@ -59,7 +59,7 @@ def folder_elsewhere(index: Path, choose: random.Random) -> Damage:
 
 
 def pipe(index: Path, choose: random.Random) -> Damage:
-    """A named pipe stands where a file is read or written: whoever opens it waits."""
+    """Replace a file that is read or written by a named pipe, which makes a process that opens it wait."""
     name = _some_name(index, choose)
     _clear(index / name)
     os.mkfifo(index / name)
@@ -67,7 +67,7 @@ def pipe(index: Path, choose: random.Random) -> Damage:
 
 
 def folder_for_file(index: Path, choose: random.Random) -> Damage:
-    """A folder stands where a file is read or written, with something in it."""
+    """Replace a file that is read or written by a folder with a file in it."""
     name = _some_name(index, choose)
     _clear(index / name)
     (index / name).mkdir()
@@ -76,7 +76,7 @@ def folder_for_file(index: Path, choose: random.Random) -> Damage:
 
 
 def lost(index: Path, choose: random.Random) -> Damage:
-    """Files or folders are gone."""
+    """Delete a file or a folder."""
     names = sorted(record["path"] for record in read_fields(index)["files"].values())
     name = choose.choice([*names, "context", "squeezed", "queries", MANIFEST])
     if (index / name).is_dir():
@@ -87,7 +87,7 @@ def lost(index: Path, choose: random.Random) -> Damage:
 
 
 def foreign(index: Path, choose: random.Random) -> Damage:
-    """Somebody keeps things of their own in the folder."""
+    """Add files to the folder that are not the index's."""
     files = {
         "talk.skv/manifest.json": (index / MANIFEST).read_bytes(),
         "talk.skv/tokens.safetensors": b"of a talk",
@@ -111,7 +111,7 @@ def foreign(index: Path, choose: random.Random) -> Damage:
 
 
 def journal(index: Path, choose: random.Random) -> Damage:
-    """A journal of a build names files that are not its own, or is none."""
+    """Write a build's journal that names files outside of the index, or is malformed."""
     records = read_fields(index)["files"]
     outside = {**records["tokens.safetensors"], "path": choose.choice(["../.bashrc", "/etc/passwd", "../a model", ""])}
     name = choose.choice(sorted(records))

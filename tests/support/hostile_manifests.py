@@ -1,4 +1,4 @@
-"""Manifests that lie or are damaged."""
+"""Damage to an index's manifest: false values with a valid hash, or damaged bytes."""
 
 import copy
 import math
@@ -48,7 +48,7 @@ def _shown(value: Any) -> str:
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """All fields, as paths of keys; of long lists the first and the last."""
+    """Return all fields as paths of keys; of a list, only the first and the last element."""
     found = [place] if place else []
     if isinstance(value, dict):
         keys: list[Any] = list(value)
@@ -58,7 +58,7 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _some_place(fields: Fields, choose: random.Random) -> tuple[Any, ...]:
-    """A field below a field of the top, which are equally likely: there are many more in `files` than elsewhere."""
+    """Choose a field. All top-level fields are equally likely, because `files` has far more fields than the others."""
     top = choose.choice(sorted(name for name in fields if name != "manifest_sha256"))
     return choose.choice([place for place in _places(fields) if place[0] == top])
 
@@ -71,7 +71,7 @@ def _holder(fields: Fields, place: tuple[Any, ...]) -> Any:
 
 
 def other_value(index: Path, choose: random.Random) -> Damage:
-    """Any field is something else."""
+    """Give any field another value."""
     fields = read_fields(index)
     place = _some_place(fields, choose)
     value = choose.choice(choose.choice((NUMBERS, TEXTS, OTHERS)))
@@ -81,7 +81,7 @@ def other_value(index: Path, choose: random.Random) -> Damage:
 
 
 def other_number(index: Path, choose: random.Random) -> Damage:
-    """A number is another one."""
+    """Give a number another value."""
     fields = read_fields(index)
     places = [p for p in _places(fields) if isinstance(_holder(fields, p)[p[-1]], int | float)]
     top = choose.choice(sorted({place[0] for place in places}))
@@ -92,7 +92,7 @@ def other_number(index: Path, choose: random.Random) -> Damage:
 
 
 def other_split(index: Path, choose: random.Random) -> Damage:
-    """Sinks, middle and tail are others, of the same sum or not."""
+    """Change the sizes of sinks, middle and tail, with the same sum or another one."""
     fields = read_fields(index)
     tokens, name = fields["prompt"]["tokens"], choose.choice(["sinks", "middle", "tail"])
     fields["split"][name] = choose.choice([0, -1, 1, 7, tokens, 5000, 2**31, 2**62])
@@ -104,7 +104,7 @@ def other_split(index: Path, choose: random.Random) -> Damage:
 
 
 def no_field(index: Path, choose: random.Random) -> Damage:
-    """A field is not there, has another name, or is emptied."""
+    """Remove, rename or empty a field."""
     fields = read_fields(index)
     place = _some_place(fields, choose)
     holder, key = _holder(fields, place), place[-1]
@@ -121,7 +121,7 @@ def no_field(index: Path, choose: random.Random) -> Damage:
 
 
 def file_elsewhere(index: Path, choose: random.Random) -> Damage:
-    """A record names a file that is not the index's, with its size and sum."""
+    """Make a record name a file outside of the index, with that file's size and checksum."""
     fields, path = read_fields(index), choose.choice(OUTSIDE)
     name = choose.choice([*sorted(fields["files"]), "../../evil", "/evil", "readme/layer_000.safetensors"])
     record = fields["files"].setdefault(name, copy.deepcopy(fields["files"]["tokens.safetensors"]))
@@ -135,7 +135,7 @@ def file_elsewhere(index: Path, choose: random.Random) -> Damage:
 
 
 def file_of_another(index: Path, choose: random.Random) -> Damage:
-    """Two records say the same, or each what the other should."""
+    """Replace a file's record by another file's record, or exchange the two records."""
     fields = read_fields(index)
     files = fields["files"]
     one, other = choose.sample(sorted(files), 2)
@@ -146,7 +146,7 @@ def file_of_another(index: Path, choose: random.Random) -> Damage:
 
 
 def other_methods(index: Path, choose: random.Random) -> Damage:
-    """Methods have each other's names, or invented ones."""
+    """Exchange two methods, rename a method, remove it, or change one of its parameters."""
     fields = read_fields(index)
     methods = fields["methods"]
     one, other = choose.sample(sorted(methods), 2)
@@ -164,7 +164,7 @@ def other_methods(index: Path, choose: random.Random) -> Damage:
 
 
 def other_layers(index: Path, choose: random.Random) -> Damage:
-    """The model has more layers, or fewer, or some that slide."""
+    """Add or remove layers, or give layers a sliding window."""
     fields = read_fields(index)
     layers = fields["layers"]
     how = choose.choice(["one more", "one less", "none", "a thousand", "all slide", "one slides"])
@@ -180,7 +180,7 @@ def other_layers(index: Path, choose: random.Random) -> Damage:
 
 
 def nested(index: Path, choose: random.Random) -> Damage:
-    """Levels upon levels of JSON: where that can be sealed, and where it cannot."""
+    """Nest JSON in many levels, in a field with a valid hash or as the whole manifest."""
     if choose.random() < 0.5:
         (index / MANIFEST).write_text("[" * 200_000 + "]" * 200_000)
         return Damage("200,000 levels of JSON", sealed=False)
@@ -193,7 +193,7 @@ def nested(index: Path, choose: random.Random) -> Damage:
 
 
 def damaged_bytes(index: Path, choose: random.Random) -> Damage:
-    """The manifest's bytes are others, and its hash is not right."""
+    """Damage the manifest's bytes, so that its hash is wrong."""
     path = index / MANIFEST
     data = bytearray(path.read_bytes())
     place, how = choose.randrange(len(data)), choose.choice(["flipped", "cut", "empty", "not text", "other JSON"])
@@ -206,7 +206,7 @@ def damaged_bytes(index: Path, choose: random.Random) -> Damage:
 
 
 def not_a_file(index: Path, choose: random.Random) -> Damage:
-    """A folder, a pipe, a link or nothing stands where the manifest was."""
+    """Replace the manifest by a folder, a pipe or a link, or remove it."""
     path, how = index / MANIFEST, choose.choice(["folder", "pipe", "link to it", "link", "loop", "endless", "gone"])
     moved = path.rename(index.parent / "moved.json")
     if how == "folder":
@@ -220,7 +220,7 @@ def not_a_file(index: Path, choose: random.Random) -> Damage:
 
 
 def least_reader(index: Path, choose: random.Random) -> Damage:
-    """Versions of the schema that there are not."""
+    """Set a version of the schema that does not exist."""
     fields = read_fields(index)
     name, value = choose.choice(["schema_version", "least_reader_version"]), choose.choice([*NUMBERS, *TEXTS, *OTHERS])
     fields[name] = value

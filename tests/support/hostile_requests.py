@@ -1,6 +1,8 @@
-"""Random hostile requests to a server. Run as a program it sends as many as it is told, and prints the statuses.
+"""Random hostile requests to a server.
 
-sparsekv serve doc.skv --port 8000 &
+Run as a program, this file sends a given number of requests, and prints how often each status came:
+
+sparsekv serve doc.skv --port 8000
 python tests/support/hostile_requests.py http://127.0.0.1:8000 2000
 """
 
@@ -141,7 +143,7 @@ class Requests:
         return body
 
     def _changed(self) -> httpx2.Request:
-        """A valid request but for a few fields."""
+        """Return a valid request with up to two changed fields."""
         path = self.random.choice(PATHS)
         body = self._body(path)
         for _ in range(self.random.randrange(3)):
@@ -171,7 +173,7 @@ class Requests:
         return self._request(self.random.choice(("GET", "HEAD", "POST", "PUT")), path, b"", "")
 
     def _odd(self) -> httpx2.Request:
-        """A request with other headers, or another method."""
+        """Return a request with other headers, or with another method."""
         kind = self.random.choice(("text/plain", "application/json; charset=utf-16", "multipart/form-data", ""))
         method = self.random.choice(("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"))
         path = self.random.choice((*PATHS, "/health", "/v1/models"))
@@ -185,7 +187,7 @@ class Requests:
 
 
 def fault(request: httpx2.Request, answer: httpx2.Response) -> str:
-    """Tell the fault of an answer, whatever the request was; empty if there is none."""
+    """Return the fault of a server's answer to any request; empty if there is none."""
     if answer.status_code >= 500:
         return f"status {answer.status_code}"
     if answer.status_code >= 400 and request.method != "HEAD":
@@ -199,7 +201,7 @@ def fault(request: httpx2.Request, answer: httpx2.Response) -> str:
 
 
 def send(url: str, seed: int, count: int) -> collections.Counter[int]:
-    """Send random requests to a server; return how often each status came. Fails at the first wrong answer."""
+    """Send random requests to a server, and return how often each status came. Fail at the first wrong answer."""
     statuses: collections.Counter[int] = collections.Counter()
     with httpx2.Client(timeout=60) as client:
         for number, request in enumerate(Requests(seed)):

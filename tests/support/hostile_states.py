@@ -1,4 +1,4 @@
-"""States of layers that are damaged, or are not what the index says."""
+"""Damage to an index's files of layer states."""
 
 import random
 from pathlib import Path
@@ -25,12 +25,12 @@ PLACES = ("0000000001", "0000099999", "9999999999", "00000000001", "-000000001",
 
 
 def state_files(index: Path) -> list[str]:
-    """Logical names of an index's files of states, in order."""
+    """Return the logical names of an index's files of states, in order."""
     return sorted(name for name in read_fields(index)["files"] if name.startswith(f"{STATES}/"))
 
 
 def _everywhere(index: Path, choose: random.Random, how: str) -> Damage:
-    """All states have other tensors, the same in each file, so that they agree."""
+    """Change a tensor in all files of states in the same way, so that the files agree."""
     files = state_files(index)
     key, other = choose.choice(tensor_names(index, files[0])), choose.choice(NAMES)
     dtype = choose.choice([torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
@@ -53,17 +53,17 @@ def _everywhere(index: Path, choose: random.Random, how: str) -> Damage:
 
 
 def renamed(index: Path, choose: random.Random) -> Damage:
-    """A tensor is gone from all states, has another name, or there is one more."""
+    """Remove or rename a tensor of all states, or add one."""
     return _everywhere(index, choose, choose.choice(["gone", "renamed", "more"]))
 
 
 def other_form(index: Path, choose: random.Random) -> Damage:
-    """A tensor of all states has another shape or dtype."""
+    """Give a tensor of all states another shape or dtype."""
     return _everywhere(index, choose, choose.choice(["shape", "shape", "dtype"]))
 
 
 def elsewhere(index: Path, choose: random.Random) -> Damage:
-    """A state's record has another number of tokens, or there is one more record."""
+    """Give a state's record another number of tokens, or add another record of the state."""
     fields = read_fields(index)
     files = fields["files"]
     name, other = choose.choice(state_files(index)), f"{STATES}/token_{choose.choice(PLACES)}.safetensors"
@@ -76,7 +76,7 @@ def elsewhere(index: Path, choose: random.Random) -> Damage:
 
 
 def gone(index: Path, choose: random.Random) -> Damage:
-    """A state or all of them are gone, with their records or without."""
+    """Delete one state or all states, with or without their records."""
     fields = read_fields(index)
     names = choose.choice([state_files(index), [choose.choice(state_files(index))]])
     sealed = choose.random() < 0.5

@@ -1,4 +1,4 @@
-"""Files of tensors that are damaged, or are not what the index says."""
+"""Damage to an index's files of tensors."""
 
 import random
 from collections.abc import Callable
@@ -22,30 +22,30 @@ FILLS = ("zeros", "ones", "minus one", "largest", "smallest", "nan", "inf", "ran
 
 
 FileDamager = Callable[[Path, random.Random, str], Damage]
-"""Damages a logical file by its name."""
+"""Function that damages a logical file, given the file's name."""
 
 
 def _some_file(index: Path, choose: random.Random) -> str:
-    """A logical file; folders are equally likely."""
+    """Choose a logical file; all folders are equally likely."""
     files = sorted(read_fields(index)["files"])
     folder = choose.choice(sorted({name.split("/")[0] for name in files}))
     return choose.choice([name for name in files if name.split("/")[0] == folder])
 
 
 def flip_data(index: Path, choose: random.Random, name: str = "") -> Damage:
-    """One bit of a tensor's data."""
+    """Flip one bit of a tensor's data."""
     return flip_bit(index, name or _some_file(index, choose), choose, sealed=choose.random() < 0.5)
 
 
 def flip_bit(index: Path, name: str, choose: random.Random, *, sealed: bool) -> Damage:
-    """One bit of the data of a logical file."""
+    """Flip one bit of the data of a logical file."""
     path = index / read_fields(index)["files"][name]["path"]
     place = choose.randrange(header_bytes(path), path.stat().st_size)
     return _flip(index, name, place, choose.randrange(8), sealed=sealed)
 
 
 def flip_header(index: Path, choose: random.Random, name: str = "") -> Damage:
-    """One bit of the names, shapes and dtypes."""
+    """Flip one bit of a file's header, which has the tensors' names, shapes and dtypes."""
     name = name or _some_file(index, choose)
     place = choose.randrange(header_bytes(index / read_fields(index)["files"][name]["path"]))
     return _flip(index, name, place, choose.randrange(8), sealed=choose.random() < 0.5)
@@ -61,7 +61,7 @@ def _flip(index: Path, name: str, place: int, bit: int, *, sealed: bool) -> Dama
 
 
 def other_size(index: Path, choose: random.Random, name: str = "") -> Damage:
-    """A file is shorter or longer."""
+    """Make a file shorter or longer."""
     name, sealed = name or _some_file(index, choose), choose.random() < 0.5
     share, more = choose.choice([0.0, 0.001, 0.5, 0.999, 1.0]), choose.choice([0, 1, 8, 4096])
     change_bytes(index, name, lambda data: data[: int(share * len(data))] + b"\1" * more, sealed=sealed)
@@ -69,7 +69,7 @@ def other_size(index: Path, choose: random.Random, name: str = "") -> Damage:
 
 
 def swapped_files(index: Path, choose: random.Random, name: str = "") -> Damage:
-    """Two files have each other's place, and their records with them or not."""
+    """Exchange the contents of two files, with or without their records."""
     fields = read_fields(index)
     files = fields["files"]
     one = name or _some_file(index, choose)
@@ -88,7 +88,7 @@ def swapped_files(index: Path, choose: random.Random, name: str = "") -> Damage:
 
 
 def other_tensors(index: Path, choose: random.Random, name: str = "") -> Damage:
-    """A tensor is gone, has another name, shape or dtype."""
+    """Remove a tensor, or give it another name, shape or dtype."""
     name = name or _some_file(index, choose)
     key, how = choose.choice(tensor_names(index, name)), choose.choice([*SHAPES, "gone", "renamed", "dtype"])
     dtype = choose.choice([torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
@@ -109,7 +109,7 @@ SHAPES = ("flat", "one row less", "twice", "transposed", "empty", "scalar", "one
 
 
 def reshaped(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """A tensor in another shape, of SHAPES or by its first axis."""
+    """Return a tensor in another shape, by the shape's name in SHAPES or by its first axis."""
     shaped = {
         "flat": lambda: tensor.flatten(),
         "one row less": lambda: tensor[..., :-1],
@@ -125,7 +125,7 @@ def reshaped(tensor: torch.Tensor, how: str) -> torch.Tensor:
 
 
 def filled(index: Path, choose: random.Random, name: str = "") -> Damage:
-    """Some or all numbers of a tensor are others; every sum is right."""
+    """Replace some or all numbers of a tensor; all checksums are valid."""
     name = name or _some_file(index, choose)
     key, how = choose.choice(tensor_names(index, name)), choose.choice(FILLS)
     share = choose.choice([1.0, 0.3, 0.001])

@@ -1,6 +1,6 @@
-"""How the code is laid out: rooms (folders), what imports what, and the length of files.
+"""Layout of the code: rooms (folders), imports, and lengths of files.
 
-Run as a program it prints today's counts of files, rooms, floors, imports and lines.
+Run as a program, this file prints today's counts of files, rooms, floors, imports and lines.
 """
 
 import ast
@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "runtime": ("formats", "kernels"),
     "cli": ("formats", "kernels", "indexing", "runtime"),
 }
-"""What each package may import, beside itself."""
+"""Packages that a package may import, besides itself."""
 PACKAGES = tuple(MAY_IMPORT)
 
 ROOMS = (
@@ -79,20 +79,20 @@ ROOMS = (
 
 @cache
 def files() -> dict[str, Path]:
-    """Every file of the packages, by its path without the ending."""
+    """Return every file of the packages, by its path without the ending."""
     found = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     return {str(path.relative_to(ROOT).with_suffix("")): path for path in found}
 
 
 @cache
 def tree(name: str) -> ast.Module:
-    """A file's syntax tree."""
+    """Return a file's syntax tree."""
     return ast.parse(files()[name].read_text(encoding="utf-8"))
 
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """The files of ours that each file imports, within functions too."""
+    """Return the project's files that each file imports, also within functions."""
     return {name: set(_imported(name)) for name in files()}
 
 
@@ -106,18 +106,18 @@ def _imported(name: str) -> Iterator[str]:
 
 
 def room(name: str) -> str:
-    """The folder that a file lies in."""
+    """Return the folder of a file."""
     return name.rpartition("/")[0]
 
 
 def upward() -> list[tuple[str, str]]:
-    """Imports from a higher room, or between rooms side by side the other way round: (importing file, imported)."""
+    """Return imports from a higher room, as pairs: importing file, imported file."""
     floor = {name: number for number, name in enumerate(ROOMS)}
     return [(name, other) for name, of in imports().items() for other in of if floor[room(other)] > floor[room(name)]]
 
 
 def astray() -> list[tuple[str, str]]:
-    """Imports from a package that may not be imported: (importing file, imported)."""
+    """Return imports between packages that MAY_IMPORT does not allow, as pairs: importing file, imported file."""
     return [
         (name, other)
         for name, of in imports().items()
@@ -131,12 +131,13 @@ def _package(name: str) -> str:
 
 
 def file_order() -> list[str]:
-    """Files so that each comes after what it imports; raises graphlib.CycleError where there is none."""
+    """Return the files in an order in which each follows its imports; raise graphlib.CycleError if imports form a
+    cycle."""
     return list(TopologicalSorter(imports()).static_order())
 
 
 def floors(package: str) -> int:
-    """Rooms above each other in a package: the longest chain of imports between its rooms."""
+    """Return the number of floors of a package: the longest chain of imports between its rooms."""
     above: dict[str, set[str]] = {}
     for name, of in imports().items():
         above.setdefault(room(name), set()).update(room(other) for other in of if room(other) != room(name))

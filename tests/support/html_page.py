@@ -1,4 +1,4 @@
-"""Read a written page as a browser does: its elements, what its policy allows, its data."""
+"""Parsing of a written HTML page: its elements, its content-security-policy, its data."""
 
 import base64
 import hashlib
@@ -31,7 +31,7 @@ HOSTILE = (
     "line\u2028separator\u2029and\r\nreturn\u0085\ufeff",
     "${window.__hacked = 1} {{constructor.constructor('window.__hacked = 1')()}} `' \\u003cscript>",
 )
-"""Texts that would do something, were they not text."""
+"""Texts that would do something in a browser if a page did not escape them."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class WrittenPage(HTMLParser):
         self.comments.append(data)
 
     def only(self, tag: str, **attributes: str) -> Element:
-        """The one element like this; fails if there are others, or none."""
+        """Return the only element with this tag and these attributes; fail if there are several, or none."""
         (found,) = (one for one in self.elements if one.tag == tag and attributes.items() <= one.attributes.items())
         return found
 
@@ -81,12 +81,12 @@ class WrittenPage(HTMLParser):
         return found.text
 
     def policy(self) -> dict[str, list[str]]:
-        """Directives of the content-security-policy, with their sources."""
+        """Return the directives of the content-security-policy, with their sources."""
         content = self.only("meta", **{"http-equiv": "Content-Security-Policy"}).attributes["content"] or ""
         return {name: sources for name, *sources in (part.split() for part in content.split(";"))}
 
     def references(self) -> list[str]:
-        """Whatever could make a browser load something else."""
+        """Return the attributes and the code by which a browser could load something else."""
         loading = {"src", "href", "srcset", "data", "action", "poster", "background", "style", "ping"}
         attributes = [f"{one.tag} {name}" for one in self.elements for name in one.attributes if name in loading]
         return attributes + re.findall(
@@ -95,5 +95,5 @@ class WrittenPage(HTMLParser):
 
 
 def source_of(text: str) -> str:
-    """What a policy calls an element with exactly this text."""
+    """Return the policy's source for an element with exactly this text: the text's hash."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,12 +1,17 @@
-"""Triton's interpreter without the habits that take most of its time in our kernels' tests.
+"""Triton's interpreter without the repeated work that takes most of the time of our kernels' tests.
 
-It calls the combining function of a `tl.reduce` or `tl.associative_scan` once for every element. Here neighbours are
-combined all at once, then neighbours of those, as warps do: so a function that is not associative is found out too. It
-prepares `triton.language` again for each function that a kernel calls; here once for each kernel. It makes its table of
-types again for each type that it looks up. It computes each sum and product of integers again in 64 bits, and looks at
-what came of it only in debugging. It infers the type of a sum or a
-product again each time; here once for two types, and what has the type already is not converted. And for every value it
-takes the shape apart, number by number, and puts it together again: here once for each shape (`shapes.py`).
+The interpreter calls the combining function of a `tl.reduce` or `tl.associative_scan` once for every element. Here all
+pairs of neighbours are combined in one call, then all pairs of the results, as warps do. So a test fails for a function
+that is not associative.
+
+The interpreter prepares `triton.language` for each function that a kernel calls. Here it is prepared once for each
+kernel. The interpreter makes its table of types for each type that it looks up. Here each type is looked up once. The
+interpreter computes sums and products of integers again in 64 bits, for checks in debugging only. Here these checks are
+left out.
+
+The interpreter infers the type of a sum or a product each time. Here it is inferred once for two types, and a value
+that has the type is not converted. For every value, the interpreter takes the shape apart and builds it again. Here
+this is done once for each shape (`shapes.py`).
 """
 
 import inspect
@@ -26,7 +31,7 @@ from .shapes import shapes_made_once
 
 @contextmanager
 def faster_interpreter() -> Iterator[None]:
-    """While it lasts, tuples are reduced and scanned in log2(n) calls, and a language is prepared once a kernel."""
+    """Within the context, reduce and scan tuples in log2(n) calls, and prepare the language once for each kernel."""
     options = interpreter.interpreter_builder.options
     prepare = interpreter._patch_lang
 
@@ -72,7 +77,7 @@ def faster_interpreter() -> Iterator[None]:
 
 
 def _combine(operation: Any, left: list[np.ndarray], right: list[np.ndarray], inputs: Any) -> list[np.ndarray]:
-    """The combining function of a reduction or a scan, on arrays of any one shape."""
+    """Apply the combining function of a reduction or a scan to arrays of any common shape."""
     arguments = [
         operation.to_tensor(array, one.dtype) for half in (left, right) for array, one in zip(half, inputs, strict=True)
     ]
@@ -81,7 +86,7 @@ def _combine(operation: Any, left: list[np.ndarray], right: list[np.ndarray], in
 
 
 def _reduce(operation: Any, inputs: Any) -> list[Any]:
-    """Takes the place of `ReduceOps.generic_reduce`."""
+    """Replacement of `ReduceOps.generic_reduce`."""
     inputs, axis = operation.unravel(inputs, operation.axis)
     arrays = [np.moveaxis(one.handle.data, axis, 0) for one in inputs]
     while len(arrays[0]) > 1:
@@ -91,7 +96,7 @@ def _reduce(operation: Any, inputs: Any) -> list[Any]:
 
 
 def _scan(operation: Any, inputs: Any) -> list[Any]:
-    """Takes the place of `ScanOps.generic_scan`; its caller turns what is scanned backwards."""
+    """Replacement of `ScanOps.generic_scan`, whose caller reverses the input of a backward scan."""
     arrays = [np.moveaxis(one.handle.data, operation.axis, 0) for one in inputs]
     reach = 1
     while reach < len(arrays[0]):

@@ -1,6 +1,6 @@
-"""Builds that are killed before each of their file operations in turn, one operation later every time.
+"""Builds that are killed before their first, second, third, ... file operation.
 
-An index's folder is held open and its files are named below its descriptor, so an operation on a bare name is one too.
+A build names files relative to a descriptor of its folder. Therefore operations on relative names count, too.
 """
 
 import os
@@ -14,7 +14,7 @@ OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: from here on every operation on the folder raises it."""
+    """Exception in place of a kill: from its first raise on, every operation on the folder raises it."""
 
 
 @dataclass
@@ -63,11 +63,11 @@ def _is_killed(build: Callable[[Path], object], folder: Path, operation: int) ->
 def interrupted_builds(
     root: Path, build: Callable[[Path], object], base: Path | None = None, *, least: int = 20, every: int = 1
 ) -> Iterator[Path]:
-    """Folders as left by `build(folder)` when it is killed before its first, second, ... file operation, or before one
-    in so many of them.
+    """Yield folders as `build(folder)` leaves them when it is killed before its first, second, ... file operation.
 
-    Each starts from a copy of `base`, or from nothing; the last one was killed before the build's last operation. Fails
-    when there were not more than `least` operations, for then it saw no build.
+    With `every` above 1, kills are before every `every`-th operation only. Each build starts from a copy of `base`, or
+    from nothing. The last folder is that of a build that was killed before its last operation. Fails if there were not
+    more than `least` operations, because then the kills missed the build.
     """
     operation = 1
     while True:

@@ -1,4 +1,4 @@
-"""The real command killed before each of its file operations in turn, and what must be so after each kill."""
+"""Kills of the real command before each of its file operations in turn, and checks after each kill."""
 
 import json
 import signal
@@ -14,7 +14,8 @@ from .sandbox import CACHE, INDEX, Sandbox, World, changes, hash_tree
 
 @dataclass(frozen=True)
 class Killed:
-    """A command that is killed: what it does to the home before it, what it may change, and the index it makes."""
+    """A command to kill: its run, its preparation of the home folder, the files it may change, and the index it
+    makes."""
 
     run: Callable[..., Run]
     prepare: Callable[[Sandbox], None] = lambda sandbox: None
@@ -23,20 +24,20 @@ class Killed:
 
 
 def content(index: Path) -> dict[str, Any]:
-    """What an index is, whenever and by which way it was made."""
+    """Return the content of an index, without the fields that depend on when and how it was made."""
     fields = json.loads((index / "manifest.json").read_bytes())
     same = {name: fields[name] for name in ("prompt", "split", "methods", "defaults", "model", "layers")}
     return same | {"files": {name: record["sha256"] for name, record in fields["files"].items()}}
 
 
 def verify(sandbox: Sandbox, index: str) -> None:
-    """Fail unless every sum of an index is right."""
+    """Fail unless every checksum of an index is right."""
     verified = sandbox.run("inspect", "-i", index, "--verify", "-q", "--model", sandbox.model)
     assert verified.code == 0, verified
 
 
 def answer(sandbox: Sandbox, index: str) -> str:
-    """What an index answers."""
+    """Return an index's answer to a question."""
     asked = sandbox.run(
         "generate", "And 5?", "-i", index, "--model", sandbox.model, "--method", "multipole", "--max-new-tokens", "8"
     )
@@ -46,7 +47,10 @@ def answer(sandbox: Sandbox, index: str) -> str:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run that was not killed: what the index answered before, what the one it made answers and holds."""
+    """Results of a run that was not killed.
+
+    They are the index's answer before the run, the answer of the index that the run made, and that index's content.
+    """
 
     before: str | None
     after: str
@@ -54,7 +58,7 @@ class Undisturbed:
 
 
 def undisturbed(world: World, home: Path, killed: Killed) -> Undisturbed:
-    """Run a command to its end."""
+    """Run a command to its end, and return its results."""
     sandbox = world.copy(home)
     killed.prepare(sandbox)
     before = answer(sandbox, INDEX) if sandbox.index.exists() else None
@@ -64,7 +68,8 @@ def undisturbed(world: World, home: Path, killed: Killed) -> Undisturbed:
 
 
 def assert_nothing_is_lost(world: World, folder: Path, killed: Killed, *, every: int) -> None:
-    """Kill a command before every so-manieth file operation until one run ends before that."""
+    """Kill a command before every `every`-th file operation until a run ends before its kill; check the home after
+    each."""
     expected = undisturbed(world, folder / "undisturbed", killed)
     for number in count(every, every):
         sandbox = world.copy(folder / f"{number}")
@@ -91,7 +96,8 @@ def _assert_as_before_or_after(sandbox: Sandbox, killed: Killed, expected: Undis
 
 
 def _assert_repeated(sandbox: Sandbox, killed: Killed, expected: Undisturbed) -> None:
-    """The same command again makes the same index, unless the name of what is to be saved is taken: by all of it."""
+    """Check that the same command again makes the same index, unless the index that it should save is already
+    complete."""
     made = sandbox.home / killed.makes
     if killed.makes == INDEX or not made.exists():
         repeated = killed.run(sandbox)

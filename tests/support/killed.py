@@ -1,4 +1,4 @@
-"""Running the real command on an index, to its end or until it is killed."""
+"""Runs of the real command on an index, to the end or until it is killed."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from .forked import Started
 
 @dataclass(frozen=True)
 class Command:
-    """One command on the index in a folder, to be run, or killed after a while, as often as it takes."""
+    """A command on the index in a folder, which may be run or killed several times."""
 
     folder: Path
     arguments: tuple[str | Path, ...]
@@ -23,13 +23,13 @@ class Command:
         return start(*self.arguments, cwd=self.folder.parent)
 
     def run(self) -> float:
-        """Seconds that a whole run took."""
+        """Run the command to its end; return the seconds that it took."""
         done = self._start().wait()
         assert done.code == 0, done
         return done.seconds
 
     def kill_after(self, seconds: float) -> None:
-        """`kill -9`, unless it has ended by then."""
+        """Kill the command by SIGKILL after some seconds, unless it has ended by then."""
         started = self._start()
         time.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):
@@ -37,7 +37,7 @@ class Command:
         started.wait()
 
     def kill_when(self, ready: Callable[[], bool]) -> None:
-        """`kill -9` as soon as something is so; fails where the command ends before."""
+        """Kill the command by SIGKILL as soon as `ready` returns True; fail if the command ends before."""
         started = self._start()
         while not ready():
             os.kill(started.pid, 0)

@@ -1,4 +1,4 @@
-"""Documents as strangers may send them: small valid PDF, DOCX and HTML files, mutations of them, and bombs."""
+"""Documents that strangers may send: small valid PDF, DOCX and HTML files, mutations of them, and bombs."""
 
 import io
 import random
@@ -29,7 +29,8 @@ _END = "</w:body></w:document>"
 
 
 def pdf(*pages: bytes, objects: dict[int, bytes] | None = None, trailer: bytes = b"") -> bytes:
-    """A PDF file with a content stream for each page. `objects` replace its own: 1 catalogue, 2 pages, 3 font."""
+    """Return a PDF file with a content stream for each page; `objects` replace its own: 1 catalogue, 2 pages, 3
+    font."""
     numbers = [4 + 2 * page for page in range(len(pages))]
     kids = b" ".join(b"%d 0 R" % number for number in numbers)
     made = {
@@ -62,12 +63,12 @@ def stream(content: bytes, more: bytes = b"") -> bytes:
 
 
 def shown(text: str) -> bytes:
-    """The content stream of a page with a line of ASCII text."""
+    """Return the content stream of a page with a line of ASCII text."""
     return b"BT /F 12 Tf 20 200 Td (%s) Tj ET" % text.encode()
 
 
 def docx(body: str, parts: dict[str, bytes] | None = None) -> bytes:
-    """A DOCX file with paragraphs in WordprocessingML. `parts` are added, or replace its own."""
+    """Return a DOCX file with paragraphs in WordprocessingML; `parts` are added, or replace its own."""
     file = io.BytesIO()
     made = {"[Content_Types].xml": _TYPES, "_rels/.rels": _RELATIONS, "word/document.xml": _WORD + body + _END}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -85,7 +86,7 @@ def page(body: str) -> bytes:
 
 
 def valid(number: int) -> dict[str, bytes]:
-    """A valid file of each kind, by the ending of its name."""
+    """Return a valid file of each kind, by the ending of its name."""
     words = f"Document {number} tells of apples and pears."
     table = "<w:tbl><w:tr><w:tc>{0}</w:tc><w:tc>{0}</w:tc></w:tr></w:tbl>".format(paragraph("cell"))
     return {
@@ -96,7 +97,7 @@ def valid(number: int) -> dict[str, bytes]:
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """Change some bytes, cut, repeat or insert a piece."""
+    """Return a copy of a file's bytes with some bytes changed, cut, repeated or inserted."""
     changed = bytearray(data)
     for _ in range(chance.choice((1, 1, 3, 20))):
         place = chance.randrange(len(changed) or 1)
@@ -157,13 +158,13 @@ def _pdf_bombs(outside: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 
 def _huge() -> bytes:
-    """Some 400 MB of text operators, packed."""
+    """Return some 400 MB of text operators, compressed."""
     packer = zlib.compressobj(9)
     return b"".join(packer.compress(b"(a) Tj " * 150_000) for _ in range(400)) + packer.flush()
 
 
 def _lying() -> bytes:
-    """A DOCX file with a part of 100 MB that claims to have 100 bytes."""
+    """Return a DOCX file with a part of 100 MB that claims to have 100 bytes."""
     data = docx("", {"word/document.xml": b" " * (100 << 20)})
     place = data.index(b"PK\x01\x02", data.index(b"_rels/.rels", data.index(b"PK\x01\x02")))
     return data[: place + 24] + struct.pack("<I", 100) + data[place + 28 :]
