@@ -1,5 +1,7 @@
-"""Numbers that no validation of an index can keep from a kernel: huge keys make infinite logits, and after those the
-next layers' queries are no numbers at all."""
+"""Numbers that no validation of an index can keep from a kernel, such as infinity and NaN.
+
+Huge keys give infinite logits, after which the next layers' queries are NaN.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ KINDS = {
     "denormal": (1e-40, 1e-40, True),
     "zero": (0.0, 0.0, True),
 }
-"""What is in the query and what in the rows, None: what was there; and whether it is in all of their places."""
+"""Number in the query and number in the rows, None for unchanged; and whether all places have it, or only some."""
 
 FEW = ("nan in a query", "all inf", "huge against huge", "zero")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -28,7 +30,7 @@ few_kinds = pytest.mark.parametrize("kind", FEW)
 
 
 def odd(kind: str, query: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A query and rows with such numbers in them; copies."""
+    """Return copies of a query and of rows, with the numbers of a kind in KINDS."""
     in_query, in_rows, every = KINDS[kind]
     return _filled(query, in_query, every), *(_filled(one, in_rows, every) for one in rows)
 
@@ -44,7 +46,7 @@ def _filled(tensor: torch.Tensor, number: float | None, every: bool) -> torch.Te
 
 @contextmanager
 def logits_full_of(model: PreTrainedModel, number: float) -> Iterator[None]:
-    """Within the context every logit of the model is such a number, or none."""
+    """Within the context, set every logit of the model to NaN or infinity, by the weights of its output layer."""
     weight = model.get_output_embeddings().weight
     before = weight.detach().clone()
     weight.data.fill_(number)

@@ -1,4 +1,4 @@
-"""Tests of many parameters: every pair of values meets, in a fraction of all combinations."""
+"""Tests of several parameters in which every pair of values occurs, with a fraction of all combinations."""
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations, product
@@ -8,17 +8,17 @@ import pytest
 import torch
 
 Combination = tuple[int, ...]
-"""Of one value an axis, each by its number."""
+"""A combination of values: the index of one value for each parameter."""
 
 
 def every_pair(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
-    """Parametrize a test so that every two values of different axes are together in one case at least.
+    """Parametrize a test so that every two values of different parameters occur together in at least one case.
 
-    A fault mostly shows by one value, or by two together: so few cases find it as all combinations do. Where there is a
-    GPU all combinations run, for there each is compiled to a program of its own.
+    Most faults show with one value, or with two values together, and so a few cases find most faults. On a GPU all
+    combinations run, because each is compiled to a program of its own.
 
     Args:
-        axes: values by the parameter's name, as pytest takes them: tuples of values where a name is several, "Q, T".
+        axes: values by the parameter's name, as pytest takes them: tuples of values for several names, "Q, T".
     """
     values = [[*one] for one in axes.values()]
     together = [[name.strip() for name in names.split(",")] for names in axes]
@@ -31,7 +31,7 @@ def every_pair(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
 
 
 def _combinations(sizes: tuple[int, ...]) -> list[Combination]:
-    """Each time the combination that brings most pairs together that have not met."""
+    """Choose combinations until all pairs occur: each time the one with most pairs that have not occurred yet."""
     pairs = {one: {*combinations(enumerate(one), 2)} for one in product(*map(range, sizes))}
     if torch.cuda.is_available():
         return [*pairs]

@@ -1,4 +1,4 @@
-"""How much memory a command's process held at most."""
+"""Peak memory of a command's process."""
 
 PEAK = """
 import re
@@ -7,4 +7,4 @@ def peak():
     status = open("/proc/self/status").read()
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
 """
-"""Python that defines `peak()`, the peak resident memory in bytes of the process that runs it."""
+"""Python source of a function `peak()`, which returns the peak resident memory of its process in bytes."""

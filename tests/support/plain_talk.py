@@ -1,4 +1,4 @@
-"""What the plain model answers to questions that follow one another, over no cache of ours."""
+"""Answers of the plain model to questions in sequence, without a cache of sparsekv."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,9 @@ SAMPLING = Sampling(max_new_tokens=8)
 
 @torch.inference_mode()
 def plain_answer(index: OpenIndex, before: torch.Tensor, *, tokens: int = SAMPLING.max_new_tokens) -> list[int]:
-    """Up to `tokens` ids of the model's own greedy answer after token ids [N], each from a pass over all before it.
+    """Return up to `tokens` ids of the model's own greedy answer after token ids [N]; each pass is over all ids before.
 
-    By transformers' eager attention: for Gemma 2 that of 5.17 is torch's otherwise, which knows no soft capping.
+    The attention is transformers' eager attention. The default attention of version 5.17 ignores Gemma 2's soft cap.
     """
     model, said = index.model, before[None].to(index.model.device)
     end, own = model.generation_config.eos_token_id, model.config._attn_implementation
@@ -34,7 +34,7 @@ def plain_answer(index: OpenIndex, before: torch.Tensor, *, tokens: int = SAMPLI
 
 
 def plain_talk(index: OpenIndex) -> Iterator[list[int]]:
-    """The plain model's answers to `QUESTIONS`, each after all that came before it, in the chat template's words."""
+    """Yield the plain model's answers to `QUESTIONS`, each after the whole conversation in the chat template's form."""
     said, between = index.input_ids, "\n\n"
     for question in QUESTIONS:
         text = f"{between}{question}<|end|>\n<|start|>assistant\n"

@@ -1,4 +1,4 @@
-"""What a sparse prefill costs: how well a model predicts the end of a document while it is prefilled so."""
+"""Loss of a sparse prefill: the model's perplexity on the end of a document that is prefilled in this way."""
 
 import math
 
@@ -24,14 +24,14 @@ def prefill_perplexity(
 ) -> float:
     """exp of the mean negative log-likelihood of the last tokens of a text, each given all before it.
 
-    Every chunk, those that are measured and those before, attends as the prefill says.
+    All chunks attend by the prefill, those before the measured tokens too.
 
     Args:
         input_ids: [N] int64.
-        last: how many tokens are predicted, less than N.
+        last: number of tokens that are predicted, less than N.
 
     Raises:
-        UsageError: there are not so many.
+        UsageError: the text has too few tokens.
     """
     if not 0 < last < len(input_ids):
         raise UsageError(
@@ -44,7 +44,7 @@ def prefill_perplexity(
         for start in range(0, tokens - 1, chunk_size):
             end = min(start + chunk_size, tokens - 1)
             wanted = min(end - start, max(0, end - (tokens - 1 - last)))
-            # A model is asked for one token's logits at least: 0 would mean all.
+            # At least one token's logits are computed, because 0 would mean all.
             kept = max(1, wanted)
             logits = model(input_ids=ids[None, start:end], past_key_values=cache, logits_to_keep=kept).logits[0]
             if wanted:

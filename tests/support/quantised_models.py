@@ -39,8 +39,10 @@ def save_torchao(folder: Path, plain: Path | str, kind: str, dtype: torch.dtype 
 
 
 def save_quantised(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
-    """Save a tiny quantised model with a tokenizer, of a kind in KINDS or `torchao-int8-activations`; returns the
-    folder."""
+    """Save a tiny quantised model with a tokenizer, and return the folder.
+
+    `kind` is one of KINDS, or `torchao-int8-activations`.
+    """
     save_tiny(folder, "gpt-oss" if kind == "mxfp4" else "llama")
     if kind.startswith("torchao"):
         save_torchao(folder, folder, kind.removeprefix("torchao-"), dtype)
@@ -122,7 +124,8 @@ def _mxfp4(weights: Weights) -> tuple[dict[str, Any], Weights]:
 
 QUANTISED = {"compressed-8": _packed(8), "compressed-4": _packed(4), "fp8": _fp8, "mxfp4": _mxfp4}
 KINDS = ("torchao-int8", "torchao-int4", *QUANTISED)
-"""Kinds whose weights alone are quantised, or are unpacked on a CPU, so that rounding differs as for plain weights."""
+"""Kinds that quantise only weights, or that are unpacked on a CPU, so that rounding differs as little as for plain
+weights."""
 
 
 def load_plainly(folder: Path) -> Any:

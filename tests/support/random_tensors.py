@@ -4,12 +4,12 @@ import torch
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Standard normal float32 tensor, the same for the same seed and shape."""
+    """Return a standard normal float32 tensor, the same for the same seed and shape."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def clustered(seed: int, heads: int, points: int, dims: int, centres: int) -> torch.Tensor:
-    """[heads, points, dims]: points around random centres, as the keys of a text are."""
+    """Return points [heads, points, dims] around random centres, like the keys of a text."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(centres, (heads, points), generator=generator)
     means = normal(seed + 1, heads, centres, dims) * 3

@@ -1,4 +1,4 @@
-"""What a rank does of a build, noted while it does it."""
+"""Counts of what a rank does in a build."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,13 +13,16 @@ from sparsekv.indexing.capture.team import LayerWork
 
 @dataclass
 class Deeds:
-    """How often this process has made a layer's index (`layers`) and the sum of a shared file (`sums`), and has put
-    rows into a file that another process began (`rows`)."""
+    """Counts of this process's work in a build.
+
+    `layers` counts the layers that it has indexed, `sums` the checksums of shared files that it has computed, and
+    `rows` how often it has written rows to a file that another process began.
+    """
 
     done: Counter[str] = field(default_factory=Counter)
 
     def note_all(self) -> None:
-        """Note them from now on, for the life of the process."""
+        """Count from now on, until the process ends."""
         self._note(LayerWork, "build", "layers")
         self._note(WholeFile, "sha256", "sums")
         self._note(growing_file, "hash_descriptor", "sums")

@@ -1,10 +1,10 @@
-"""A program of two ranks, each a process: builds an index of each family's model, and answers over two indices with
-each method.
+"""Program of two ranks, each a process, that builds an index of each family's model, and answers over indices.
 
-Arguments: families, methods and what keys and values are stored in, then for each rank its current folder, and the
-folder as it finds it. In the folder are the models `FAMILY/`,
-the document and the indices `FAMILY-alone.skv` of one process; `FAMILY-ranks.skv` are built, and the first rank writes
-what was answered to `answers.json`. Each writes what it did of the builds to `deeds-NUMBER.json`, in its own folder.
+The arguments are the families, the methods and the storage dtype of keys and values; then, for each rank, its current
+folder, and the path by which it finds the work folder. The work folder has the models `FAMILY/`, the document, and the
+indices `FAMILY-alone.skv`, built by one process. The ranks build the indices `FAMILY-ranks.skv`. With each method they
+answer over both indices of a family, and the first rank writes the answers to `answers.json`. Each rank writes the
+counts of its work in the builds to `deeds-NUMBER.json`, in its current folder.
 """
 
 import json
@@ -37,7 +37,7 @@ TOKENS = 12
 
 
 def recipe(model: Path, methods: list[str], kv_dtype: str = AUTO) -> BuildRecipe:
-    """What both one process and ranks are asked to build: the indices of those methods that have one."""
+    """Return the recipe of a build, by one process or by ranks, of those `methods` that have an index."""
     return BuildRecipe(
         config=BuildConfig(
             methods={name: indexer() for name, indexer in indexers().items() if name in methods},
@@ -56,7 +56,7 @@ def recipe(model: Path, methods: list[str], kv_dtype: str = AUTO) -> BuildRecipe
 
 
 def asked(artifact: Path, model: Path, method: str, ranks: Ranks | None) -> dict[str, Any]:
-    """A greedy answer over an index, and what share of it was read."""
+    """Return the greedy answer over an index, and the share of keys and values that was read."""
     index = Artifact(artifact)
     config = choose_config(index, method, budget=None if method == "dense" else "0.2", prefill="own")
     if ranks is None:
@@ -70,7 +70,7 @@ def asked(artifact: Path, model: Path, method: str, ranks: Ranks | None) -> dict
 
 
 def answers(folder: Path, families: list[str], methods: list[str], ranks: Ranks | None) -> dict[str, Any]:
-    """By family, index and method: what was answered."""
+    """Return the answers by family, index and method."""
     return {
         f"{family} {built} {method}": asked(folder / f"{family}-{built}.skv", folder / family, method, ranks)
         for family in families
@@ -95,7 +95,7 @@ def main(folder: Path, families: list[str], methods: list[str], kv_dtype: str) -
 
 
 def _become(number: int, home: str) -> None:
-    """Make this process one of the ranks."""
+    """Make this process one of the ranks, in its current folder."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
     os.chdir(home)
     torch.set_num_threads(1)  # torch renews a pool that went through a fork

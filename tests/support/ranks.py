@@ -1,4 +1,4 @@
-"""Ranks that kernels gave, and what is asked of them."""
+"""Checks of the ranks that kernels compute."""
 
 from dataclasses import replace
 
@@ -10,15 +10,15 @@ from .reference import assert_close
 
 
 def on_cpu(ranks: TokenRanks) -> TokenRanks:
-    """The same on the CPU."""
+    """Return the ranks on the CPU."""
     return replace(ranks, ranks=ranks.ranks.cpu(), coarse=ranks.coarse.cpu(), logsumexp=ranks.logsumexp.cpu())
 
 
 def assert_ranks(found: TokenRanks, expected: TokenRanks, most: int = 1, usual: float = 0.15) -> None:
-    """The same but for scores that rounding moves past the next rank, and laid out and counted as they are.
+    """Fail unless the ranks are equal except for rounding, and their layout and counts fit them.
 
     Args:
-        most, usual: how far off a rank may be, and all of them in the mean.
+        most, usual: largest difference of a rank, and largest mean difference.
     """
     difference = (found.in_order() - expected.in_order()).abs()
     assert int(difference.max()) <= most
@@ -30,7 +30,10 @@ def assert_ranks(found: TokenRanks, expected: TokenRanks, most: int = 1, usual: 
 
 
 def least_kept(chosen: torch.Tensor, logits: torch.Tensor) -> float:
-    """How much of the probability of the best keys any head's chosen keys [H, K] have; logits are [H, G, M] float64."""
+    """Return the lowest share, over heads, of the best keys' probability that the chosen keys [H, K] have.
+
+    The logits are [H, G, M] float64.
+    """
     probability = logits.softmax(-1).mean(1)
     kept = probability.gather(1, chosen.long()).sum(1) / probability.topk(chosen.shape[1]).values.sum(1)
     return float(kept.min())

@@ -1,4 +1,4 @@
-"""Attention by its definition in float64, and the one way the tests compare tensors with it."""
+"""Attention by its definition in float64, and the comparison of tensors with it that all tests use."""
 
 import torch
 
@@ -6,7 +6,10 @@ import torch
 def random_attention(
     *, Hk: int = 2, G: int = 3, Q: int = 4, T: int = 50, D: int = 64, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query [Hk, G, Q, D], keys and values [Hk, T, D]; with a scale of D ** -0.5 the logits have a deviation of 4."""
+    """Return a query [Hk, G, Q, D], and keys and values [Hk, T, D].
+
+    With a scale of D ** -0.5 the logits have a standard deviation of 4.
+    """
     generator = torch.Generator().manual_seed(seed)
     query, keys, values = (torch.randn(shape, generator=generator) for shape in ((Hk, G, Q, D), (Hk, T, D), (Hk, T, D)))
     return (2 * query).to(dtype), (2 * keys).to(dtype), values.to(dtype)
@@ -21,7 +24,7 @@ def attention_probabilities(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax of grouped queries over keys.
+    """Compute the softmax of grouped queries over keys.
 
     Args:
         query: [Hk, G, Q, D].
@@ -53,7 +56,7 @@ def reference_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dense attention of grouped queries [Hk, G, Q, D] over keys, values [Hk, T, D]; returns float64 [Hk, G, Q, D]."""
+    """Compute dense attention [Hk, G, Q, D] float64 of grouped queries [Hk, G, Q, D] to keys and values [Hk, T, D]."""
     weights = attention_probabilities(query, keys, softmax_scale, mask=mask, softcap=softcap, sink_logits=sink_logits)
     return torch.einsum("hgqt,htd->hgqd", weights, values.double())
 

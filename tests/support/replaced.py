@@ -1,7 +1,7 @@
-"""Attention with centroids in the place of tokens, by its definition, and a decode step to compare with it.
+"""Attention in which centroids represent tokens, by its definition, and a decode step to compare with it.
 
-N exp(q Kc) Vc is what N tokens add whose keys are all Kc and whose values are Vc. So the reference is dense attention
-in which a token that a cluster stands for has the cluster's mean key and mean value.
+A centroid's term N exp(q Kc) Vc equals the terms of N tokens whose keys are all Kc and whose values are all Vc. So the
+reference is dense attention in which a represented token has the mean key and the mean value of its cluster.
 """
 
 import torch
@@ -23,7 +23,10 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 def represented(selection: Selection, selector: Selector, level: torch.Tensor | int, middle: int) -> torch.Tensor:
-    """[Hk, R, M]: EXACT for chosen tokens, else the level, one number or [Hk, R, M], of what stands for a token."""
+    """Return [Hk, R, M]: EXACT for chosen tokens, and for others the level of the cluster that represents them.
+
+    `level` is one number, or [Hk, R, M].
+    """
     chosen = torch.zeros(*selection.rows.starts.shape[:2], middle, dtype=torch.bool)
     for head, of_head in enumerate(all_chosen(selection, selector)):
         for row, tokens in enumerate(of_head):
@@ -32,7 +35,7 @@ def represented(selection: Selection, selector: Selector, level: torch.Tensor | 
 
 
 def tokens_represented(selection: Selection) -> torch.Tensor:
-    """[Hk, R]: tokens that are chosen, and those that something stands for."""
+    """Return the number [Hk, R] of tokens that are chosen or represented by a centroid."""
     stood_for = [part.log_counts.exp().sum(-1) for part in selection.attended_segments()]
     return selection.rows.lengths.sum(-1) + torch.stack(stood_for).sum(0)
 
@@ -46,15 +49,14 @@ def replaced_attention(
     facts: LayerFacts,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries [Hk, G, Q, D], the last of the exact rows, over what stands for each middle token, in float64.
+    """Compute attention [Hk, G, Q, D] float64 of queries [Hk, G, Q, D], whose tokens are the last of the exact rows.
+
+    A middle token that is not chosen has the mean key and the mean value of its cluster.
 
     Args:
-        level: [Hk, Q or 1, M] as from `represented`.
-        tensors: the clusters, token positions counted from the first middle token.
+        level: [Hk, Q or 1, M], as `represented` returns it.
+        tensors: the clusters' tensors, with token positions counted from the first middle token.
         sink_logits: [Hk, G].
-
-    Returns:
-        [Hk, G, Q, D].
     """
     Hk, _, Q, _ = query.shape
     rows = []
@@ -70,7 +72,7 @@ def replaced_attention(
 
 
 def _substituted(rows: torch.Tensor, tensors: dict[str, torch.Tensor], level: torch.Tensor) -> torch.Tensor:
-    """[Hk, R, M, D] float64: rows [Hk, M, D], or the mean of their cluster at a level [Hk, R, M]."""
+    """Return [Hk, R, M, D] float64: each row of [Hk, M, D], or the mean of its cluster at the level in [Hk, R, M]."""
     result = rows.double()[:, None].expand(-1, level.shape[1], -1, -1)
     for number in range(int(level.max()) + 1):
         means = member_means(rows, token_labels(tensors, number))
@@ -79,9 +81,10 @@ def _substituted(rows: torch.Tensor, tensors: dict[str, torch.Tensor], level: to
 
 
 class Step:
-    """One step of a sparse layer over random new tokens, which are the queries' own.
+    """One step of a sparse layer over random new tokens, whose queries attend.
 
-    query and output [Hk, G, Q, D]; `exact` the sinks, tail and new rows; `selection` what was chosen.
+    `query` and `output` are [Hk, G, Q, D]. `exact` has the rows of sinks, tail and new tokens. `selection` is the
+    selector's choice.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Step:
 
     @property
     def meter(self) -> MissedMeter:
-        """The layer's, which is there with a gauge or a guard."""
+        """The layer's meter, which exists with a gauge or a guard."""
         assert self.sparse.plan.meter is not None
         return self.sparse.plan.meter
 
@@ -130,7 +133,8 @@ class Step:
         return total if self.sink_logits is None else torch.logaddexp(total, self.sink_logits[..., None])
 
     def expected(self, level: torch.Tensor | int = 0, tensors: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """The output by definition, where clusters of a level, or of a level for each token, stand for what is left."""
+        """Compute the output by definition: clusters of a level, or of a level for each token, represent tokens not
+        chosen."""
         layer = self.layer
         stands = represented(self.selection, self.selector, level, layer.split.middle)
         middle = layer.keys[:, layer.middle], layer.values[:, layer.middle]
@@ -140,7 +144,7 @@ class Step:
         )
 
     def dense(self) -> torch.Tensor:
-        """Dense attention over everything."""
+        """Compute dense attention to all rows."""
         everything = torch.full((len(self.query), 1, self.layer.split.middle), EXACT)
         middle = self.layer.keys[:, self.layer.middle], self.layer.values[:, self.layer.middle]
         return replaced_attention(

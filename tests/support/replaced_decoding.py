@@ -1,4 +1,4 @@
-"""A model that decodes with centroids in the place of tokens, checked layer by layer against the definition."""
+"""A model that decodes with centroids for unselected tokens, compared with the definition layer by layer."""
 
 import torch
 
@@ -19,14 +19,14 @@ from .small_layer import as_queries
 
 
 def middle_rows(artifact: Artifact, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [Hk, M, D] of what an index covers."""
+    """Return the keys and values [Hk, M, D] of the tokens that an index covers."""
     split, (keys, values) = artifact.manifest.split, artifact.context(layer)
     middle = slice(split.sinks, split.sinks + split.middle)
     return keys[:, middle], values[:, middle]
 
 
 class _Checked:
-    """A cache's attention, with the relative error of each sparse layer's every output against the definition."""
+    """A cache's attention, which records the relative error of each output of a sparse layer against the definition."""
 
     def __init__(self, index: OpenIndex, cache: IndexCache, clusters: str):
         self.index, self.cache, self.clusters = index, cache, clusters
@@ -59,10 +59,10 @@ class _Checked:
 
 
 def decoding_errors(index: OpenIndex, name: str, method: Method, clusters: str, budget: Budget) -> list[float]:
-    """Errors of each sparse layer while a question of nine tokens is prefilled, and then three more come one by one.
+    """Return the errors of each sparse layer, for a question of nine tokens and for three further tokens, one by one.
 
     Args:
-        name: the method's; what it leaves is replaced by the flat clusters of the one called `clusters`.
+        name: the method's name; the clusters of the method `clusters` represent the tokens that it does not select.
     """
     checked = _Checked(index, index.cache(sparse(name, method, budget, residual=True)), clusters)
     with torch.inference_mode(), route_attention(index.model, checked.attend):

@@ -1,4 +1,4 @@
-"""Pages of reports, written by the real commands, and what the commands print as JSON."""
+"""Reports of the real commands, as HTML pages and as JSON."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ ASKED = ("--method", "squeezed", "--task", "niah-single", "--max-new-tokens", "3
 
 
 def printed(*command: str) -> Any:
-    """What a command prints as JSON."""
+    """Run a command; return its JSON output."""
     outcome = run_here(*command, "--json")
     assert outcome.code == 0, outcome.stderr
     return json.loads(outcome.stdout)
 
 
 def page_of(*command: str, name: str = "page.html") -> WrittenPage:
-    """The page that a command writes."""
+    """Run a command; return the page that it writes."""
     outcome = run_here(*command, "--html", name)
     assert outcome.code == 0, outcome.stderr
     return WrittenPage(Path(name))

@@ -1,4 +1,4 @@
-"""Rotary embeddings by their definition, and layers that have them."""
+"""Rotary embeddings by their definition, and keys rotated by them."""
 
 import torch
 
@@ -11,11 +11,11 @@ ROPES = {
     "interleaved": RopeFacts(frequencies=[0.7, 0.02], interleaved=True),
     "none": RopeFacts(frequencies=[], interleaved=False),
 }
-"""For heads of 6 channels or more: all of them turned, some of them, and none."""
+"""RoPEs for heads of 6 channels or more, which rotate up to 6 channels, 4 channels, or none."""
 
 
 def turned(rows: torch.Tensor, positions: torch.Tensor, rope: RopeFacts) -> torch.Tensor:
-    """Rows [..., T, D] turned by positions [..., T], pair by pair as complex numbers: float64."""
+    """Rotate rows [..., T, D] to positions [..., T], each pair of channels as a complex number; return float64."""
     result, pairs = rows.double().clone(), len(rope.frequencies)
     for number, frequency in enumerate(rope.frequencies):
         one, other = (2 * number, 2 * number + 1) if rope.interleaved else (number, number + pairs)
@@ -26,7 +26,7 @@ def turned(rows: torch.Tensor, positions: torch.Tensor, rope: RopeFacts) -> torc
 
 
 def turned_kinds(seed: int, labels: torch.Tensor, D: int, first: int, rope: RopeFacts) -> torch.Tensor:
-    """[Hk, M, D] float32: one key for each of the labels [Hk, M], turned by the positions from `first` on."""
+    """Return [Hk, M, D] float32: the random key of each label [Hk, M], rotated to positions from `first` on."""
     kinds = normal(seed, len(labels), int(labels.max()) + 1, D)
     keys = kinds.gather(1, labels[..., None].expand(-1, -1, D))
     return turned(keys, first + torch.arange(labels.shape[1]), rope).float()
@@ -35,8 +35,11 @@ def turned_kinds(seed: int, labels: torch.Tensor, D: int, first: int, rope: Rope
 def windowed_query(
     query: torch.Tensor, first: int, rope: RopeFacts | None, distance: int = 1024
 ) -> tuple[torch.Tensor, str]:
-    """Queries [Hk, G, Q, D] from position `first` on as clusters are looked up with them, in float64, and the name of
-    the centroids that they are compared with; without `rope` both are those of attention itself."""
+    """Return queries [Hk, G, Q, D] float64 as a lookup rotates them, and the name of the centroids that they are
+    compared with.
+
+    The queries' positions begin at `first`. Without `rope`, queries and centroids are those of attention itself.
+    """
     if rope is None:
         return query.double(), "centroids"
     positions = first + torch.arange(query.shape[2])

@@ -1,4 +1,4 @@
-"""A small home with an index in it and things around it that are nobody's business, and what becomes of them."""
+"""A small home folder with an index and other files, and checks of changes in it."""
 
 import hashlib
 import os
@@ -17,10 +17,11 @@ MORE = "And one line more.\n"
 QUESTION = "What is 7 times 7?"
 INDEX, SAVED = "mail/doc.skv", "saved.skv"
 CACHE = "cache"
-"""The cache's folder, which has such things as the pace of the last prefill."""
+"""Subfolder of the home for the command's cache."""
 METHODS = ("squeezed", "multipole", "multipole-windowed", "csattention", "pqcache", "codes", "h2o")
 PREFILLS = (("--prefill", "own"), ())
-"""By default a question reads nothing of the method: then the decode step is the first that follows a wrong offset."""
+"""Options of a question's prefill. By default a question reads nothing of the method, so a wrong offset shows in the
+first decode step."""
 VICTIMS = {
     ".bashrc": b"alias ll='ls -l'\n",
     "notes.txt": b"remember the milk\n",
@@ -32,13 +33,14 @@ VICTIMS = {
     "mail/layers/layer_000.safetensors": b"somebody else's",
     "mail/layers/download.tmp": b"half of something",
 }
-"""Files beside the index, and where an index is saved to, that no command has to do with."""
+"""Files around the index, and around the place where an index is saved, that no command may touch."""
 
 Tree = dict[str, str]
 
 
 def hash_tree(root: Path) -> Tree:
-    """What lies at every path below a folder: the sha256 of a file, the target of a link, or what else it is."""
+    """Return the content of every path below a folder: a file's sha256, a link's target, or the type of anything
+    else."""
     return {str(path.relative_to(root)): _what(path) for path in sorted(root.rglob("*"))}
 
 
@@ -52,14 +54,17 @@ def _what(path: Path) -> str:
 
 
 def changes(before: Tree, after: Tree, *allowed: str) -> list[str]:
-    """Paths that are not what they were, but for the allowed ones and what is below them."""
+    """Return the paths that have changed, except the allowed paths and paths below them."""
     differing = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     return sorted(path for path in differing if not any(Path(path).is_relative_to(name) for name in allowed))
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """A home to run commands in; `model` lies outside it, `methods` are those that `build` builds."""
+    """A home folder to run commands in.
+
+    `model` is outside of the home. `methods` are the methods that `build` builds.
+    """
 
     home: Path
     model: Path
@@ -71,7 +76,7 @@ class Sandbox:
         return self.home / INDEX
 
     def start(self, *arguments: str | Path, **how: Any) -> Started:
-        """Start a command in the home; takes what `Zygote.start` takes."""
+        """Start a command in the home, with the arguments of `Zygote.start`."""
         environment = {"HOME": str(self.home), "SPARSEKV_CACHE": str(self.home / CACHE), **how.pop("environment", {})}
         return self.zygote.start(*arguments, folder=self.home, environment=environment, **how)
 
@@ -80,26 +85,26 @@ class Sandbox:
         return self.start(*arguments, **how).wait()
 
     def build(self, *options: str, **how: Any) -> Run:
-        """`build-index` of the document."""
+        """Run `build-index` on the document."""
         methods = [option for method in self.methods for option in ("--method", method)]
         return self.run("build-index", "doc.txt", "-o", INDEX, "--model", self.model, *methods, *options, **how)
 
     def append(self, *options: str, **how: Any) -> Run:
-        """`append` of a line."""
+        """Run `append` with one line of text."""
         return self.run("append", "more.txt", "-i", INDEX, "--model", self.model, "--rebuild", *options, **how)
 
     def ask(self, *options: str, **how: Any) -> Run:
-        """`generate` of a few tokens."""
+        """Run `generate` for a few tokens."""
         return self.run(*self.asking(*options), **how)
 
     def asking(self, *options: str) -> tuple[str | Path, ...]:
-        """What `ask` runs."""
+        """Return the arguments of the command that `ask` runs."""
         return ("generate", QUESTION, "-i", INDEX, "--model", self.model, "--max-new-tokens", "8", *options)
 
 
 @dataclass(frozen=True)
 class World:
-    """A sandbox as it was made, to be copied."""
+    """A sandbox that is copied for each test."""
 
     original: Sandbox
 
@@ -112,7 +117,7 @@ class World:
         options: tuple[str, ...] = (),
         family: str = "llama",
     ) -> "World":
-        """Write everything and build the index with the real command, with these options."""
+        """Write all files, and build the index with the real command and these options."""
         model, home = save_family(folder / "model", family), folder / "home"
         for name, content in VICTIMS.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -125,16 +130,16 @@ class World:
         return cls(original)
 
     def copy(self, home: Path) -> Sandbox:
-        """A home of one's own, with everything that the original has."""
+        """Return a sandbox with a copy of the original's home."""
         shutil.copytree(self.original.home, home, symlinks=True)
         return replace(self.original, home=home)
 
 
 @dataclass(frozen=True)
 class Attacked:
-    """One of the commands on an index from a stranger, and what it may change in the home.
+    """A command that runs on a hostile index, and the paths that it may change in the home.
 
-    `reports`: what it prints is its own words, not a model's.
+    `reports` is True if the command prints its own text, not a model's.
     """
 
     name: str
@@ -142,7 +147,7 @@ class Attacked:
     reports: bool = True
 
     def arguments(self, sandbox: Sandbox, seed: int) -> tuple[str | Path, ...]:
-        """The command line; the seed chooses a method and a prefill."""
+        """Return the command's arguments; the seed chooses a method and a prefill."""
         if self.name == "inspect":
             return ("inspect", "-i", INDEX, "--model", sandbox.model)
         if self.name == "recall-report":

@@ -1,4 +1,4 @@
-"""Changing an index behind its writer's back, with all sums made right again, as a stranger would."""
+"""Changes of an index's files from outside, with all hashes and checksums corrected, as an attacker may make them."""
 
 import json
 import random
@@ -20,10 +20,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done to an index, for the message of a failure.
+    """Description of damage to an index, for a failure's message.
 
-    `sealed`: every hash and sum is right again. `foreign`: paths in the index that are not its own, so no command
-    may touch them.
+    `sealed` is True if every hash and checksum is correct again. `foreign` are paths in the index that are not its own,
+    so no command may touch them.
     """
 
     what: str
@@ -32,30 +32,30 @@ class Damage:
 
 
 Damager = Callable[[Path, random.Random], Damage]
-"""Damages the index in a folder, in a way that a random generator chooses."""
+"""Function that damages the index in a folder, in a way that a random generator chooses."""
 
 
 def read_fields(index: Path) -> Fields:
-    """The manifest as it stands."""
+    """Return the manifest's fields."""
     fields: Fields = json.loads((index / MANIFEST).read_bytes())
     return fields
 
 
 def seal(index: Path, fields: Fields) -> None:
-    """Write a manifest with the hash of its own fields, whatever they are."""
+    """Write a manifest with any fields, and with their hash."""
     fields = {name: value for name, value in fields.items() if name != "manifest_sha256"}
     (index / MANIFEST).write_text(json.dumps({**fields, "manifest_sha256": hash_json(fields)}, indent=1))
 
 
 def reseal(index: Path, change: Callable[[Fields], object]) -> None:
-    """Change the fields of a manifest, and make its own hash right."""
+    """Change the fields of a manifest, and correct its hash."""
     fields = read_fields(index)
     change(fields)
     seal(index, fields)
 
 
 def record_file(index: Path, fields: Fields, name: str) -> None:
-    """Make a file's record say what the file is now."""
+    """Update a file's record to the file's present content."""
     record = fields["files"][name]
     data = (index / record["path"]).read_bytes()
     record |= {"bytes": len(data), "sha256": hash_bytes(data)}
@@ -70,7 +70,7 @@ def record_file(index: Path, fields: Fields, name: str) -> None:
 
 
 def change_tensors(index: Path, name: str, change: Callable[[Tensors], Tensors]) -> None:
-    """Write one logical file with other tensors, and seal the index again."""
+    """Write one logical file with other tensors, and correct the manifest."""
     fields = read_fields(index)
     path = index / fields["files"][name]["path"]
     save_file(change(load_file(path)), path)
@@ -79,7 +79,7 @@ def change_tensors(index: Path, name: str, change: Callable[[Tensors], Tensors])
 
 
 def change_bytes(index: Path, name: str, change: Callable[[bytearray], bytearray], *, sealed: bool) -> None:
-    """Write one logical file with other bytes; sealed, the manifest says so."""
+    """Write one logical file with other bytes; if `sealed`, also correct the manifest."""
     fields = read_fields(index)
     path = index / fields["files"][name]["path"]
     path.write_bytes(change(bytearray(path.read_bytes())))
@@ -89,11 +89,11 @@ def change_bytes(index: Path, name: str, change: Callable[[bytearray], bytearray
 
 
 def header_bytes(path: Path) -> int:
-    """Where the tensors' data begin."""
+    """Return the number of bytes before the tensors' data."""
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
 def tensor_names(index: Path, name: str) -> list[str]:
-    """Names of the tensors in a logical file."""
+    """Return the names of the tensors in a logical file."""
     with safe_open(index / read_fields(index)["files"][name]["path"], framework="pt") as file:
         return sorted(file.keys())

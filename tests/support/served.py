@@ -1,4 +1,4 @@
-"""Two indices of one tiny model, questions over them with their answers alone, and what streams deliver."""
+"""Two indices of one tiny model, questions with the answers that a session gives, and checks of streams."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -22,15 +22,15 @@ from .small_index import TEXT, random_ids, reopen, small_plan
 from .tiny_models import tiny_tokenizer
 
 ALL = sparse("squeezed", Squeezed(), Budget(1.0), question=Dense())
-"""Everything is attended, by a method; a question's tokens may be divided among steps."""
+"""Config by which a method selects everything; a question's tokens may be divided among steps."""
 OWN = sparse("squeezed", Squeezed(), Budget(1.0))
-"""The same, but a question's tokens select together."""
+"""Config by which a method selects everything; a question's tokens select together."""
 LENGTHS = (5, 17, 150, 2, 64, 560)
 LONGEST = 8
 
 
 def two_indices(folder: Path) -> dict[str, OpenIndex]:
-    """Indices a and b of one model over two texts."""
+    """Build the indices a and b of one model over two texts, and open them."""
     plan = small_plan()
     plans = {
         "a": plan,
@@ -43,14 +43,14 @@ def two_indices(folder: Path) -> dict[str, OpenIndex]:
 
 @dataclass
 class Served:
-    """Open indices by name, and the answers that questions get alone."""
+    """Open indices by name, and the answers to questions that are asked alone."""
 
     indices: dict[str, OpenIndex]
     answers: list[tuple[tuple[object, ...], Answer]] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
 
     def alone(self, name: str, question: torch.Tensor, longest: int = LONGEST, config: DecodeConfig = ALL) -> Answer:
-        """The answer that a session gives; computed once."""
+        """Return the answer that a session gives; it is computed once."""
         key = name, question.tolist(), longest, config
         for other, answer in self.answers:
             if other == key:
@@ -79,7 +79,7 @@ class Served:
 
 
 def question(number: int) -> torch.Tensor:
-    """Question `number`, of one of LENGTHS; the last ones are longer than what a step feeds of questions."""
+    """Return question `number`, with one of LENGTHS; the longest does not fit in one step."""
     return random_ids(LENGTHS[number % len(LENGTHS)], seed=number)
 
 
@@ -92,7 +92,7 @@ def text(pieces: Iterable[Piece]) -> str:
 
 
 def check(pieces: list[Piece], answer: Answer) -> None:
-    """The pieces are those of a whole answer."""
+    """Fail unless the pieces are those of the whole answer."""
     assert ids(pieces) == answer.ids
     assert text(pieces) == answer.text
     assert [piece.finish for piece in pieces[:-1]] == [None] * (len(pieces) - 1)

@@ -1,4 +1,4 @@
-"""The real server: the command `serve` in a process of its own, and clients of it."""
+"""The real server, the command `serve` in a process of its own, and clients of the server."""
 
 import contextlib
 import json
@@ -18,19 +18,19 @@ from .forked import Run, Started
 
 LATE = 60.0  # seconds
 WHOLE_RUN = 3600.0
-"""Seconds that a server may live: workers share the tests of a module, and the last may come late."""
+"""Lifetime of a server in seconds. Parallel workers share a module's tests, and the last one may run late."""
 
 
 @dataclass
 class Server:
-    """A server that can be asked: its address, ending in /v1, and its process."""
+    """A running server: its address, which ends in /v1, and its process."""
 
     url: str
     started: Started
     folder: Path
 
     def openai(self, key: str = "none", *, strict: bool = True) -> OpenAI:
-        """OpenAI's own client. It asks once: a second try would hide what the server said first.
+        """Return OpenAI's own client, without retries, because a second try would hide the server's first answer.
 
         Args:
             strict: check each answer against the client's types.
@@ -42,7 +42,7 @@ class Server:
         return OpenAI(base_url=self.url, api_key=key, http_client=plain, **more)
 
     def http(self, **headers: str) -> httpx2.Client:
-        """A plain client, whose paths begin at the server's root."""
+        """Return an HTTP client whose paths begin at the server's root."""
         return httpx2.Client(base_url=self.url.removesuffix("/v1"), headers=headers, timeout=LATE, verify=False)
 
     @property
@@ -54,19 +54,19 @@ class Server:
         os.kill(self.started.pid, number)
 
     def end(self, number: int = signal.SIGTERM) -> Run:
-        """End the server by a signal, and tell how it ended."""
+        """End the server by a signal, and return how it ended."""
         with contextlib.suppress(ProcessLookupError):
             self.send(number)
         return self.started.wait()
 
     def metric(self, name: str) -> float:
-        """A measure of /metrics, by its whole name with labels."""
+        """Return a metric of /metrics by its full name with labels; 0 if it is missing."""
         with self.http() as client:
             lines = client.get("/metrics").text.splitlines()
         return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
     def until(self, name: str, value: float) -> None:
-        """Wait until a measure has a value."""
+        """Wait until a metric has a value."""
         ends = time.monotonic() + LATE
         while (now := self.metric(name)) != value:
             assert time.monotonic() < ends, f"{name} is {now}, not {value}"
@@ -74,10 +74,10 @@ class Server:
 
 
 def begin(place: Path, *options: str | Path, stderr: str | None = None) -> Server:
-    """Start a server on any free port, and wait until it can be asked.
+    """Start a server on any free port, and wait until it accepts requests.
 
     Args:
-        stderr: the file that it writes its notes to; None: they are in the outcome.
+        stderr: the file to which the server writes its messages; None: they are in the outcome of `end`.
     """
     told, standard = place / f"served-{time.monotonic_ns()}", {} if stderr is None else {"stderr": stderr}
     started = start("serve", *options, "--port", "0", cwd=place, seconds=WHOLE_RUN, stdout=str(told), **standard)
@@ -93,7 +93,7 @@ def begin(place: Path, *options: str | Path, stderr: str | None = None) -> Serve
 
 @contextlib.contextmanager
 def serving(place: Path, *options: str | Path, stderr: str | None = None) -> Iterator[Server]:
-    """Within the context a server runs. Fails if it printed a traceback, or ends otherwise than it should."""
+    """Run a server within the context. Fail if it printed a traceback, or did not end with exit code 0."""
     server = begin(place, *options, stderr=stderr)
     try:
         yield server
@@ -104,7 +104,7 @@ def serving(place: Path, *options: str | Path, stderr: str | None = None) -> Ite
 
 
 def events(lines: Iterator[str]) -> list[dict[str, Any]]:
-    """The data of each event of a stream, which ends with [DONE]."""
+    """Return the data of each event of a stream, which must end with [DONE]."""
     found: Sequence[str] = [line.removeprefix("data: ") for line in lines if line]
     assert found[-1] == "[DONE]", found[-1]
     return [json.loads(one) for one in found[:-1]]

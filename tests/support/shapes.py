@@ -1,4 +1,4 @@
-"""Shapes of values in Triton's interpreter, made once each: most of a kernel's time is spent in making them."""
+"""Shapes of values in Triton's interpreter, made once each, because making them takes most of a kernel's time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """What types and tensors of a shape have in common; nothing changes it."""
+    """The attributes that types and tensors of a shape have in common; immutable."""
 
     of_type: Any  # a tuple of numbers
     numel: int
@@ -25,7 +25,7 @@ class Shape:
 
     @classmethod
     def make(cls, sizes: Sizes) -> "Shape":
-        """As `block_type` and `tensor` do; raises what they raise."""
+        """Make a shape as `block_type` and `tensor` do, with the same errors."""
         of_type = tl.tuple(sizes)
         numel = validate_block_shape(of_type)
         return cls(of_type, numel, str(of_type), tl.tuple([tl.constexpr(one) for one in sizes]), tl.constexpr(numel))
@@ -33,7 +33,7 @@ class Shape:
 
 @contextmanager
 def shapes_made_once() -> Iterator[None]:
-    """While it lasts, a block's type and a tensor look their shape up, and equal shapes are not broadcast."""
+    """Within the context, types and tensors look up their shapes, and operands of equal shape are not broadcast."""
     shapes: dict[Sizes, Shape] = {}
     of_scalars = tl.tuple([]), tl.constexpr(1)
     block_type, tensor, broadcast = tl.block_type, tl.tensor, TritonSemantic.broadcast_impl_value

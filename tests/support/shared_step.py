@@ -1,4 +1,4 @@
-"""A step of several sequences: queries, and the rows that all of them and each of them attend to."""
+"""Inputs of a step of several sequences: queries, the rows that all attend to, and the rows of each sequence."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ M, E, C, S, T = 60, 7, 11, 5, 40
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens of sequences, each with some rows of its own, the last of a longer buffer poisoned; and what all share."""
+    """Tokens of several sequences with rows of their own in a poisoned buffer, and the rows that all tokens share."""
 
     query: torch.Tensor
     runs: RunRows
@@ -40,7 +40,7 @@ class Case:
         ).cpu()
 
     def by_definition(self) -> torch.Tensor:
-        """[Hk, G, B, D] float64, one query after another."""
+        """Compute the output [Hk, G, B, D] float64, one query after another."""
         Hk, G, B, _ = self.query.shape
         output = torch.empty(self.query.shape, dtype=torch.float64)
         for h in range(Hk):

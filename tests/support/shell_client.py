@@ -1,7 +1,8 @@
-"""`sparsekv` for a test's shell scripts: asks the process whose socket is named first to fork the command.
+"""The program `sparsekv` of tests' shell scripts: it asks the zygote, whose socket is the first argument, to fork the
+command.
 
-The run has this process's arguments, folder, environment and standard files, and this one ends as it does. Imports
-nothing of ours, so that it costs a script some hundredths of a second.
+The command has this process's arguments, folder, environment and standard files, and this process ends with its exit
+code. Nothing of sparsekv is imported, so a call takes some hundredths of a second.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The embedded model loaded where its weights do not fit, in a process of its own."""
+"""Program that loads the embedded model with too little memory for its weights."""
 
 import re
 import resource
@@ -11,7 +11,7 @@ from sparsekv.formats.models.load import load_model, load_tokenizer
 
 
 def check_weights_are_not_blamed(name: str) -> None:
-    """With 200 MiB beyond what imports and the tokenizer take."""
+    """Check the error with 200 MiB of memory beyond the imports and the tokenizer."""
     load_tokenizer(name)
     size = int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
     resource.setrlimit(resource.RLIMIT_AS, (size + 200 * 2**20,) * 2)

@@ -1,4 +1,4 @@
-"""Which of many attacks `make test` runs: a few of each kind; all others are slow."""
+"""Selection of the attacks that `make test` runs: a few of each kind; all others are marked as slow."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,10 @@ Parameters = Any  # what pytest.param returns has no public name
 
 
 def short_part(cases: Iterable[Parameters], *, every: int) -> list[Parameters]:
-    """One case in so many as it is, the others marked as slow; cases are values, tuples of them, or `pytest.param`."""
+    """Return the cases, of which every `every`-th stays as it is and the others are marked as slow.
+
+    Cases are values, tuples of values, or `pytest.param`.
+    """
     return [case if number % every == 0 else _slow(case) for number, case in enumerate(cases)]
 
 

@@ -1,4 +1,4 @@
-"""Small indices of the tiny models, built by the real build over a real text, and opened again."""
+"""Small indices of the tiny models, built by the real build over a real text."""
 
 import shutil
 from collections.abc import Iterator
@@ -39,12 +39,13 @@ INDEXERS = {
     "pqcache": PQCacheIndexer(pq_bytes=4),
     "codes": CodesIndexer(levels=(0.1,), block=80, code_bytes=4, iterations=3, query_sample=64),
 }
-"""Every method with an index, in sizes for a prompt of a few hundred tokens."""
+"""An indexer of every method with an index, with sizes for a prompt of a few hundred tokens."""
 TEXT = BY_NAME[:20_000]
 
 
 def without_window(family: str) -> PreTrainedModel:
-    """A family's tiny model; Mistral, whose every layer slides, without its window, so that it can be indexed."""
+    """Return a family's tiny model; Mistral without its window, because a model with a window in every layer has no
+    index."""
     model = FAMILIES[family]()
     if family == "mistral":
         model.config.sliding_window = None
@@ -52,7 +53,8 @@ def without_window(family: str) -> PreTrainedModel:
 
 
 def small_plan(family: str = "llama", *, tokens: int = 300, text: str = TEXT, **changes: Any) -> BuildPlan:
-    """A plan over the first `tokens` bytes of a text; few sinks, a short tail, two levels of clusters."""
+    """Return a plan over the first `tokens` bytes of a text, with few sinks, a short tail and two levels of
+    clusters."""
     loaded = small_model(family)
     read = text[: 2 * tokens]  # so that a long text is cut, of which all would take longer to encode
     plan = BuildPlan(
@@ -64,24 +66,24 @@ def small_plan(family: str = "llama", *, tokens: int = 300, text: str = TEXT, **
 
 
 def small_model(family: str = "llama") -> LoadedModel:
-    """A family's tiny model with its tokenizer, as `small_plan` has them."""
+    """Return a family's tiny model with its tokenizer, as in `small_plan`."""
     return LoadedModel(without_window(family), tiny_tokenizer(), f"tiny-{family}", None)
 
 
 def with_changes(plan: BuildPlan, **changes: Any) -> BuildPlan:
-    """A plan with other fields, or with other settings."""
+    """Return a plan with other fields of `BuildPlan` or of `BuildConfig`."""
     settings = {name: changes.pop(name) for name in changes.keys() & {field.name for field in fields(BuildConfig)}}
     return replace(plan, config=replace(plan.config, **settings), **changes)
 
 
 def reopen(plan: BuildPlan, folder: Path) -> OpenIndex:
-    """The index that a plan was built to, opened with the same model."""
+    """Open the index that was built from a plan, with the same model."""
     loaded = plan.loaded
     return open_index(Artifact(folder), loaded.model, loaded.tokenizer, identify(loaded))
 
 
 def build_small(folder: Path, family: str = "llama", **changes: Any) -> OpenIndex:
-    """Build a small index and open it; `changes` are those of `small_plan`."""
+    """Build a small index and open it; `changes` are the arguments of `small_plan`."""
     plan = small_plan(family, **changes)
     build_index(plan, folder)
     return reopen(plan, folder)
@@ -99,7 +101,7 @@ class SmallIndices:
         self.built: dict[str, Path] = {}
 
     def copy(self, folder: Path, family: str = "llama", **changes: Any) -> OpenIndex:
-        """The index that `build_small` would build to `folder`, opened with a model of its own."""
+        """Copy the index that `build_small` would build, and open it with a model of its own."""
         key = f"{family} {changes}"
         if key not in self.built:
             self.built[key] = self.folder / f"{len(self.built)}.skv"
@@ -111,20 +113,21 @@ class SmallIndices:
 
 @torch.inference_mode()
 def plain_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [N, vocabulary] of a plain forward pass over token ids [N], with transformers' own attention."""
+    """Compute the logits [N, vocabulary] of a plain forward pass over token ids [N], with transformers' eager
+    attention."""
     model.set_attn_implementation("eager")
     logits: torch.Tensor = model(input_ids=input_ids[None], use_cache=False).logits[0]
     return logits
 
 
 def plain_logits_after(index: OpenIndex, tokens: torch.Tensor) -> torch.Tensor:
-    """The plain model's logits [T, vocabulary] on tokens [T] after an index's stored prompt."""
+    """Compute the plain model's logits [T, vocabulary] of tokens [T] after an index's stored prompt."""
     return plain_logits(index.model, torch.cat([index.input_ids, tokens]))[len(index.input_ids) :]
 
 
 @contextmanager
 def recorded_attention(model: PreTrainedModel) -> Iterator[list[list[torch.Tensor]]]:
-    """Within the context, collects what each layer's attention gives, [Q, Hq * D] for each forward pass."""
+    """Within the context, record each layer's attention output, [Q, Hq * D] for each forward pass."""
     projections = [module for name, module in model.named_modules() if name.endswith("self_attn.o_proj")]
     outputs: list[list[torch.Tensor]] = [[] for _ in projections]
     handles = [
@@ -139,8 +142,10 @@ def recorded_attention(model: PreTrainedModel) -> Iterator[list[list[torch.Tenso
 
 
 def prefilled(outputs: list[list[torch.Tensor]]) -> int:
-    """Tokens of recorded passes that a build prefilled: those after its preflight. Passes over one token are the
-    preflight's too, or measure how keys turn, and those over RUN tokens are the canary's."""
+    """Return the number of tokens of the recorded passes that a build has prefilled, those of the preflight excluded.
+
+    Passes over one token belong to the preflight, or measure RoPE. Passes over RUN tokens belong to the canary.
+    """
     passes = [len(rows) for rows in outputs[0] if len(rows) not in (1, RUN)]
     if not passes:
         return 0
@@ -149,7 +154,7 @@ def prefilled(outputs: list[list[torch.Tensor]]) -> int:
 
 
 def attention_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> list[torch.Tensor]:
-    """What each layer's attention gives in a plain forward pass over token ids [N]: [N, Hq * D] a layer."""
+    """Compute each layer's attention output [N, Hq * D] in a plain forward pass over token ids [N]."""
     with recorded_attention(model) as outputs:
         plain_logits(model, input_ids)
     return [passes[0] for passes in outputs]
@@ -159,7 +164,8 @@ def attention_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> list[t
 def stepped_logits(
     index: OpenIndex, cache: IndexCache, tokens: torch.Tensor, question: int, attend: AttentionFunction | None = None
 ) -> torch.Tensor:
-    """Logits [T, vocabulary] of tokens [T] after the stored prompt: the first `question` at once, then one by one.
+    """Compute the logits [T, vocabulary] of tokens [T] after the stored prompt: `question` tokens at once, then one by
+    one.
 
     The model's attention is `attend`, or else the cache's own.
     """
@@ -179,10 +185,11 @@ def stepped_logits(
 def both_outputs(
     index: OpenIndex, first: IndexCache, second: IndexCache, tokens: torch.Tensor, question: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What each layer's attention gives over two caches, [Hq, Q, D] each, for the same queries; steps as above.
+    """Compute each layer's attention output [Hq, Q, D] over two caches, for the same queries; steps as in
+    `stepped_logits`.
 
-    The second cache sees what the model makes of the first one's outputs, so that rounding in one layer cannot
-    tip a choice in the next.
+    The first cache's outputs go on to the model's next layer, for both caches. So rounding in one layer cannot change a
+    choice of the second cache in the next layer.
     """
     outputs = []
     second.rewind()
@@ -198,5 +205,5 @@ def both_outputs(
 
 
 def random_ids(tokens: int, seed: int = 0) -> torch.Tensor:
-    """Token ids [T], letters and others alike, none of them special."""
+    """Return random token ids [T] of bytes; none is a special token."""
     return torch.randint(256, (tokens,), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""One layer of random keys, values and queries, indexed and ready to select from, without a model."""
+"""One layer of random keys, values and queries with an index, ready to select from, without a model."""
 
 from dataclasses import asdict, dataclass
 
@@ -23,7 +23,7 @@ SINKS, TAIL = 3, 32
 
 @dataclass(frozen=True)
 class SmallLayer:
-    """keys, values [Hk, N, D]; queries [Hk, G, TAIL, D]; and what a method selects from in the middle."""
+    """Keys and values [Hk, N, D], queries [Hk, G, TAIL, D], and a method's input for the middle."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -50,9 +50,11 @@ def small_layer(
     block: int | None = None,
     rope: RopeFacts | None = None,
 ) -> SmallLayer:
-    """A layer that squeezed attention has indexed, or multipole attention in blocks of so many tokens, with windowed
-    RoPE where `rope` says how keys turn; the first `repeated` middle keys of head 0 are one and the same, and so are
-    their values: clusters of these have scores that agree, so that any of them may be the ones that are chosen."""
+    """Return a layer with an index of squeezed or, with `block`, of multipole in blocks of this many tokens.
+
+    With `rope`, multipole clusters keys with RoPE undone. The first `repeated` middle keys of head 0 are equal, and so
+    are their values. Clusters of these keys have equal scores, so that any of them may be chosen.
+    """
     split = Split(sinks=SINKS, middle=middle, tail=TAIL)
     keys = clustered(seed, Hk, split.tokens, D, 12)
     keys[0, SINKS : SINKS + repeated] = keys[0, SINKS]
@@ -91,7 +93,8 @@ def sparse_layer(
     gauge: bool = False,
     guard: Guard | None = None,
 ) -> SparseLayer:
-    """A cache's layer over a small one, whose middle lies in memory; the last arguments are fields of a config."""
+    """Return a cache's layer over a small layer, with the middle in memory; the last arguments are fields of a
+    config."""
     exact = tuple(
         torch.cat([rows[:, : layer.middle.start], rows[:, layer.middle.stop :]], 1)
         for rows in (layer.keys, layer.values)
@@ -105,7 +108,7 @@ def sparse_layer(
 
 
 def chosen_tokens(selection: Selection, selector: Selector, head: int, query: int) -> list[int]:
-    """Middle positions that one head and query attend to, in the order in which they were chosen."""
+    """Return the middle positions that one head and query attend to, in the order in which they were chosen."""
     tokens: list[int] = []
     starts, lengths = selection.rows.starts[head, query].tolist(), selection.rows.lengths[head, query].tolist()
     for start, length in zip(starts, lengths, strict=True):
@@ -115,7 +118,7 @@ def chosen_tokens(selection: Selection, selector: Selector, head: int, query: in
 
 
 def all_chosen(selection: Selection, selector: Selector) -> list[list[list[int]]]:
-    """`chosen_tokens` for every head and query."""
+    """Return `chosen_tokens` for every head and query."""
     heads, queries = selection.rows.starts.shape[:2]
     return [[chosen_tokens(selection, selector, head, query) for query in range(queries)] for head in range(heads)]
 
@@ -123,13 +126,15 @@ def all_chosen(selection: Selection, selector: Selector) -> list[list[list[int]]
 def as_queries(
     query: torch.Tensor, exact: torch.Tensor | None = None, *, joint: bool = False, first: int = 0
 ) -> Queries:
-    """Queries [Hk, G, Q, D] at positions from `first` on; `exact` [Hk, G, Q] is the log-sum-exp of what else is
-    attended, by default nothing."""
+    """Return queries [Hk, G, Q, D] at positions from `first` on.
+
+    `exact` [Hk, G, Q] is the log-sum-exp of the logits on exact rows; by default there are no such rows.
+    """
     positions, nothing = first + torch.arange(query.shape[2]), torch.full(query.shape[:3], -torch.inf)
     return Queries(query, lambda: positions, lambda: nothing if exact is None else exact, joint)
 
 
 def most_children(layer: SmallLayer) -> int:
-    """The most clusters of the finest level that one above it has."""
+    """Return the largest number of children that a cluster of the second-finest level has."""
     parent = layer.context.tensors["level0.parent"].long()
     return int(torch.stack([row.bincount().max() for row in parent]).max())

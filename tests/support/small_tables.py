@@ -1,4 +1,4 @@
-"""A layer of random keys with tables of random queries, ready to select from, without a model."""
+"""A layer of random keys with posting lists of random queries, ready to select from, without a model."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ SMALL = CSAttentionIndexer(subspace_size=4, centroids=6, alpha=0.3, query_sample
 
 @dataclass(frozen=True)
 class TabledLayer:
-    """What an indexer builds a layer from, the tensors that it built, and the layer as a method sees it."""
+    """An indexer's input for a layer, the tensors that the indexer built, and the layer as a method sees it."""
 
     given: LayerInput
     tensors: dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ class TabledLayer:
 def layer_input(
     seed: int = 0, *, middle: int = 60, Hk: int = 2, G: int = 2, D: int = 16, positions: int = 32
 ) -> LayerInput:
-    """Keys and values [Hk, M, D] and the queries [Hk G, P, D] of a sample; half of the channels turn."""
+    """Return keys and values [Hk, M, D], and a sample of queries [Hk G, P, D]; RoPE rotates half of the channels."""
     split = Split(sinks=SINKS, middle=middle, tail=TAIL)
     facts = LayerFacts(softmax_scale=0.3, softcap=None, sliding_window=None, attention_sinks=False, rope=HALVES)
     keys, values = normal(seed, 2, Hk, middle, D)
@@ -43,7 +43,7 @@ def layer_input(
 def tabled_layer(
     seed: int = 0, indexer: CSAttentionIndexer = SMALL, given: LayerInput | None = None, queries: int = 8
 ) -> TabledLayer:
-    """A layer with tables, random sinks and tail around it, and so many queries of each head to ask."""
+    """Return a layer with posting lists, random sinks and tail, and `queries` queries for each head."""
     given = layer_input(seed) if given is None else given
     assert given.queries is not None
     Hk, _, D = given.keys.shape

@@ -1,4 +1,4 @@
-"""Attention of the retrieval heads to the tokens, by the model's own attention: the definition of sources' scores."""
+"""Attention of the retrieval heads to all tokens by the model's own attention, which defines the scores of sources."""
 
 import torch
 
@@ -8,8 +8,10 @@ from sparsekv.runtime.decoding.open import OpenIndex
 
 @torch.inference_mode()
 def retrieval_shares(index: OpenIndex, question: torch.Tensor, answer: Answer) -> torch.Tensor:
-    """Weights [N] of all tokens, prompt, question [Q] and answer, in the retrieval heads: means over the answer's
-    steps. The model keeps eager attention."""
+    """Return the mean attention weights [N] of the retrieval heads to all tokens, over the answer's steps.
+
+    The tokens are the prompt, the question [Q] and the answer. The model keeps eager attention.
+    """
     ids = torch.cat([index.input_ids.cpu(), question, torch.tensor(answer.ids[:-1])]).to(index.model.device)
     index.model.set_attn_implementation("eager")
     weights = index.model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions

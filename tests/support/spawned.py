@@ -1,4 +1,4 @@
-"""Processes of a test that need one another."""
+"""Processes of one test that communicate with each other."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,16 +10,18 @@ IMPORTS = [
     "sparsekv.kernels.distributed.sum_triton",
     "transformers.models.llama.modeling_llama",
 ]
-"""Made once for all processes, by one that they are forked from: with the environment that it finds, and no threads."""
+"""Modules that are imported once, in a process without threads from which all others are forked."""
 
 
 def run_together(does: Callable[..., None], given: Sequence[tuple[Any, ...]], seconds: float) -> None:
-    """Call a function in a process for each of some arguments, all at once; fail unless all end well by then."""
+    """Call a function in one process for each tuple of arguments, all at once; fail unless all end well within
+    `seconds`."""
     assert exit_codes(does, given, seconds) == [0] * len(given)
 
 
 def exit_codes(does: Callable[..., None], given: Sequence[tuple[Any, ...]], seconds: float) -> list[int | None]:
-    """How such processes end: by their exit codes, a signal as a negative one, None where one still runs."""
+    """Return how the processes of `run_together` end: exit codes, minus a signal's number, or None for one that still
+    runs."""
     server = torch.multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(IMPORTS)
     processes = [server.Process(target=does, args=one, daemon=True) for one in given]

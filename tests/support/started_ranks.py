@@ -1,4 +1,4 @@
-"""A build by two ranks under way: its processes, and what it has written of its rows."""
+"""A running build by two ranks: its processes, and the rows that it has written."""
 
 import json
 import subprocess
@@ -15,19 +15,19 @@ LONG = "".join(f"Line {line} says that {line} times {line} is {line * line}.\n" 
 
 
 def start_ranks(*arguments: str, size: int = 2) -> "subprocess.Popen[str]":
-    """`sparsekv --gpus SIZE ARGUMENTS` in the current folder."""
+    """Start `sparsekv --gpus SIZE ARGUMENTS` in the current folder."""
     command = [str(EXECUTABLE), "--gpus", str(size), *arguments]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=environment(), text=True, **pipes)  # type: ignore[call-overload]
 
 
 def rank_number(rank: psutil.Process) -> int:
-    """Which rank a process is."""
+    """Return the number of a rank's process."""
     return int(rank.environ()["RANK"])
 
 
 def both_ranks(running: "subprocess.Popen[str]") -> dict[int, psutil.Process]:
-    """Two ranks that have just been started, by number."""
+    """Wait for the processes of two ranks that have just been started; return them by number."""
     while True:
         assert running.poll() is None
         found = psutil.Process(running.pid).children()
@@ -37,7 +37,7 @@ def both_ranks(running: "subprocess.Popen[str]") -> dict[int, psutil.Process]:
 
 
 def started(running: "subprocess.Popen[str]", index: Path) -> dict[int, psutil.Process]:
-    """The ranks of a build that has begun to write an index, by number."""
+    """Wait until a build has begun to write an index; return its ranks by number."""
     while not index.exists():
         assert running.poll() is None
         time.sleep(0.02)
@@ -45,7 +45,7 @@ def started(running: "subprocess.Popen[str]", index: Path) -> dict[int, psutil.P
 
 
 def early_heads(index: Path) -> set[int]:
-    """KV heads of which the first rows of a layer's keys are in a file that lacks the last rows of all heads."""
+    """Return the KV heads whose first key rows are in an unfinished file that lacks the last rows of all heads."""
     return {head for path in index.glob("context/*.tmp") for head in _early(path)}
 
 

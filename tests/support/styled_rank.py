@@ -1,5 +1,5 @@
-"""One of two ranks, as a process that a test starts: loads its share of models and runs them, with small sums through
-memory that both see."""
+"""Process of one of two ranks: loads its share of models and runs them, with sums through memory that both ranks
+share."""
 
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from support.summing_ranks import as_seen_by
 
 
 def run(number: int, folder: Path, memory: list[torch.Tensor], ids: torch.Tensor, names: tuple[str, ...]) -> None:
-    """Write each model's logits of each row of `ids` to the folder, and how many sums the memory was used for."""
+    """Write each model's logits of each row of `ids` to the folder, with the number of sums through the shared
+    memory."""
     ranks = join(Place(number, len(memory), number, len(memory), folder / "meeting"))
     group = dist.group.WORLD
     assert group is not None

@@ -1,4 +1,4 @@
-"""Ranks that add up parts through memory of one machine: what each does, wherever its memory lies."""
+"""Ranks that sum tensors through shared memory, on any device."""
 
 import torch
 
@@ -18,31 +18,31 @@ PARTS = (
 
 
 def part(rank: int, number: int) -> torch.Tensor:
-    """What a rank gives to one of the sums."""
+    """Return the tensor that a rank adds to one of the sums."""
     shape, dtype = PARTS[number]
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * number + rank)).to(dtype)
 
 
 def exact_sum(ranks: int, number: int) -> torch.Tensor:
-    """The sum of all ranks' parts in float64."""
+    """Return the sum of all ranks' parts in float64."""
     return torch.stack([part(rank, number).double() for rank in range(ranks)]).sum(0)
 
 
 def as_seen_by(number: int, memory: list[torch.Tensor]) -> SharedMemory:
-    """A rank's view of the memory of all."""
+    """Return a rank's view of the shared memory of all ranks."""
     device = memory[number].device
     places = torch.tensor([one.data_ptr() for one in memory], device=device)
     return SharedMemory(number, places, torch.zeros(PROGRAMS, dtype=torch.int32, device=device), memory[number])
 
 
 def add_up_all(number: int, memory: list[torch.Tensor], rounds: int) -> list[torch.Tensor]:
-    """One rank's sums, all of them several times."""
+    """Return one rank's results of all sums, in several rounds."""
     view = as_seen_by(number, memory)
     return [sum_triton(part(number, at), view) for _ in range(rounds) for at in range(len(PARTS))]
 
 
 def check_rank(number: int, memory: list[torch.Tensor]) -> None:
-    """What a process does that is one of the ranks."""
+    """Check all sums in a process that is one of the ranks."""
     for at, total in enumerate(add_up_all(number, memory, rounds=2)):
         assert_sum(total, len(memory), at % len(PARTS))
 

@@ -1,4 +1,4 @@
-"""Running the real command on a terminal of its own, to see what reaches it."""
+"""Runs of the real command on a terminal of its own, and the text that reaches the terminal."""
 
 import os
 import pty
@@ -11,7 +11,7 @@ from .command import run_into, start
 
 
 def on_terminal(*arguments: str | Path, cwd: Path, columns: int = 80) -> tuple[int, str]:
-    """Exit code, and what the command wrote on a terminal that is its standard output; stderr goes elsewhere."""
+    """Run the command with a terminal as its stdout, without stderr; return the exit code and the terminal's text."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     started = start(*arguments, cwd=cwd, stdout=os.ttyname(theirs), stderr="/dev/null")
@@ -23,7 +23,8 @@ def on_terminal(*arguments: str | Path, cwd: Path, columns: int = 80) -> tuple[i
 
 
 def here_on_terminal(*arguments: str | Path, columns: int = 1000) -> tuple[int, str]:
-    """Exit code, and what the command wrote in this process on a terminal that is its stdout and stderr."""
+    """Run the command in this process with a terminal as stdout and stderr; return the exit code and the terminal's
+    text."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     with ThreadPoolExecutor(1) as reader, os.fdopen(theirs, "w", encoding="utf-8") as terminal:
@@ -34,7 +35,7 @@ def here_on_terminal(*arguments: str | Path, columns: int = 1000) -> tuple[int, 
 
 
 def _shown(terminal: int) -> str:
-    """Read what is written on a terminal until all of its writers have closed it; close it."""
+    """Return the text that is written on a terminal until all writers have closed it; close it."""
     shown = b""
     try:
         while data := os.read(terminal, 65536):

@@ -1,4 +1,4 @@
-"""Which cases of a test of several parameters `make test` runs, where it is marked as thinned; all others are slow."""
+"""Selection of the cases of tests marked `thinned` that `make test` runs; all others are marked as slow."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 Case = Sequence[Hashable]
-"""A value for each axis: for a mark's parameters, or for a fixture's parameter."""
+"""One value for each axis. An axis is the parameters of one mark, or the parameter of a fixture."""
 
 
 def mark_rest_slow(items: Iterable[pytest.Item]) -> None:
@@ -25,10 +25,11 @@ def mark_rest_slow(items: Iterable[pytest.Item]) -> None:
 
 
 def covering(cases: Sequence[Case]) -> set[int]:
-    """Numbers of cases in which every pair of values of different axes occurs, or of two axes every value.
+    """Return the indices of cases in which every pair of values of different axes occurs, or every value if there are
+    two axes.
 
-    A fault mostly shows by one value, or by two together. Each time the case is taken that brings most that is new, of
-    several the one whose values have been taken least.
+    Most faults show with one value, or with two values together. The next case is always the one with most pairs that
+    have not occurred yet; among several, the one whose values have occurred least.
     """
     size = max(1, min(2, len(cases[0]) - 1))
     parts = [{*combinations(enumerate(case), size)} for case in cases]
@@ -46,7 +47,7 @@ def covering(cases: Sequence[Case]) -> set[int]:
 
 
 def _values(item: pytest.Function) -> Case:
-    """Parameters by their identity, which they share between cases: tensors have no hash of their value."""
+    """Return a case's parameters by their identity, which cases share, because tensors have no hash of their value."""
     left = {name: id(value) for name, value in item.callspec.params.items()}
     axes: list[Hashable] = []
     for mark in item.iter_markers("parametrize"):

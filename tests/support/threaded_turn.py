@@ -1,4 +1,4 @@
-"""The turn of codes by several threads, in a process that can be ended where it does not end."""
+"""Program that computes the turn of codes with several threads. A test can kill the program if it hangs."""
 
 import torch
 
@@ -6,7 +6,7 @@ from sparsekv.indexing.indexers.product_codes import key_turn, query_turn
 
 
 def check_turn(D: int) -> None:
-    """Its inverse is what keys are turned by."""
+    """Check that the matrix for keys is the inverse of the matrix for queries."""
     torch.set_num_threads(2)
     random = torch.Generator().manual_seed(0)
     keys, queries = (torch.randn(2, rows, D, generator=random) for rows in (600, 300))

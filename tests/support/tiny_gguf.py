@@ -16,7 +16,7 @@ from support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tiny
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "he", "12", *SPECIAL_TOKENS]
 MERGES = ["t h", "h e", "1 2"]
 SCORES = {"th": -1.0, "he": -2.0, "\u2581th": -3.0, "the": -4.0, "\u2581the": -5.0, "\u2581\u2581": -6.0}
-"""SentencePiece's tokens of several letters, the best first."""
+"""Scores of SentencePiece's tokens of several letters, best first."""
 PIECES = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SCORES, *"\u2581then", *SPECIAL_TOKENS]
 PAD, START, END, _ = range(len(TOKENS) - len(SPECIAL_TOKENS), len(TOKENS))
 NAMES = {
@@ -57,9 +57,11 @@ def write_gguf(
     more: Mapping[str, np.ndarray] = MappingProxyType({}),
     **changes: Any,
 ) -> Path:
-    """Write a Qwen 2's weights, matrices in 8 bits (Q8_0). `changes` are further keys and their values, or None to
-    leave a key out. If `tokenizer.ggml.model` is `llama`, the vocabulary is PIECES, otherwise TOKENS. The weight
-    `without` is left out, and the tensors of `more` are added."""
+    """Write a GGUF file of a Qwen 2 model's weights, with int8 matrices (Q8_0).
+
+    `changes` are further keys with their values, or None to leave a key out. If `tokenizer.ggml.model` is `llama`, the
+    vocabulary is PIECES, otherwise TOKENS. The weight `without` is left out, and the tensors of `more` are added.
+    """
     config = model.config
     keys: dict[str, Any] = {
         "qwen2.block_count": config.num_hidden_layers,

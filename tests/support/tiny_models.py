@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family, and a tokenizer for them, made on the spot."""
+"""Tiny random models of every supported family, and a tokenizer for them."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -53,9 +53,10 @@ COMMON: dict[str, Any] = {
 
 
 def build_tiny(kind: type[PreTrainedConfig], **changes: Any) -> Callable[[], PreTrainedModel]:
-    """A function that builds a model of a config's kind, with what all of them have in common but for some changes.
+    """Return a function that builds a model from a config class, with the common fields and some changes.
 
-    Each call gives another copy of one model, whose random weights take twice as long as copies of them.
+    Each call of the function returns another copy of one model, because new random weights take twice as long as a
+    copy.
     """
 
     @cache
@@ -122,17 +123,17 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         },
     ),
 }
-"""One function a family that builds its model: float32, the same random weights each time, 64 wide, 3 or 4 layers."""
+"""Functions that build each family's model in float32, with the same random weights each time, 64 channels wide."""
 DIFFERENT = ("llama", "gemma2", "gpt-oss")
-"""The usual attention, one with a soft cap and a window, one with learned sinks, a window and experts."""
+"""Families with plain attention; with a soft cap and a window; and with learned sinks, a window and experts."""
 FAMILIES_OF_STEPS = [
     pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow, id=name) for name in FAMILIES
 ]
-"""For tests of decode steps, of which there are hundreds a family: a build's run over every family each time."""
+"""Families for tests of decode steps, of which there are hundreds per family. A build's tests run for every family."""
 
 
 def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token a byte, so that any text comes back as it was, and four special tokens."""
+    """Return a tokenizer with one token for each byte, which keeps any text unchanged, and four special tokens."""
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -151,7 +152,7 @@ def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
 
 
 def save_tiny(folder: Path, family: str = "llama") -> Path:
-    """Write a family's model and the tokenizer as a folder that `from_pretrained` loads; returns the folder."""
+    """Write a family's model and the tokenizer to a folder that `from_pretrained` loads; return the folder."""
     FAMILIES[family]().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that model families have, trained on the spot, with their chat templates."""
+"""Small tokenizers of the model families' kinds, trained when needed, with the families' chat templates."""
 
 import json
 from collections.abc import Callable
@@ -68,7 +68,8 @@ BYTES = [f"<0x{number:02X}>" for number in range(256)]
 
 
 def byte_level(pattern: str, special: tuple[str, ...], normal: bool) -> Tokenizer:
-    """As of GPT-2, Qwen or Llama 3: pieces by a pattern, bytes as letters; `normal` with NFC, as Qwen has it."""
+    """Return a byte-level BPE tokenizer like GPT-2's, Qwen's or Llama 3's; with `normal`, it normalises by NFC like
+    Qwen's."""
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC() if normal else None
     pieces = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -82,11 +83,11 @@ def byte_level(pattern: str, special: tuple[str, ...], normal: bool) -> Tokenize
 
 
 def sentencepiece_bpe(special: tuple[str, ...], *, prefix: str) -> Tokenizer:
-    """As of Llama 2, Mistral or Gemma: no pieces, unknown characters as bytes.
+    """Return a BPE tokenizer like Llama 2's, Mistral's or Gemma's, which encodes unknown characters as bytes.
 
     Args:
-        prefix: where a space is put before a text: "each" run between special tokens (Llama 2's and Mistral's files
-            in their earlier form), the "first" alone (their later form), or "none" (Gemma).
+        prefix: where a space is added before text: "each" run between special tokens (Llama 2's and Mistral's earlier
+            files), the "first" run alone (their later files), or "none" (Gemma).
     """
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trainer = trainers.BpeTrainer(vocab_size=1200, special_tokens=["<unk>", *special], max_token_length=12)
@@ -115,7 +116,7 @@ def sentencepiece_bpe(special: tuple[str, ...], *, prefix: str) -> Tokenizer:
 
 
 def unigram(special: tuple[str, ...]) -> Tokenizer:
-    """A Unigram model with NFKC, words and a space before each text."""
+    """Return a Unigram tokenizer with NFKC, split into words, with a space before each text."""
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.NFKC()
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -150,12 +151,15 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], str, str, str]] = {
     "phi-3": (lambda: sentencepiece_bpe((*S, *PHI_3_TOKENS), prefix="each"), PHI_3, "<s>", "<|end|>"),
     "unigram chatml": (lambda: unigram((*S, *CHATML_TOKENS)), CHATML, "<s>", "<|im_end|>"),
 }
-"""A tokenizer, its chat template, the token that begins a text and the one that ends a turn."""
+"""For each kind: the tokenizer, its chat template, the token that begins a text, and the token that ends a turn."""
 
 
 @cache
 def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a kind of `KINDS`; its EOS is another than the end of a turn where the family's is."""
+    """Return the tokenizer of a kind in `KINDS`.
+
+    Its EOS differs from the end of a turn if the family's does.
+    """
     make, template, begin, end = KINDS[kind]
     backend = make()
     if "{{ bos_token" in template:  # in these files the tokenizer, too, begins a text with it

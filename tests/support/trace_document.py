@@ -1,4 +1,4 @@
-"""A trace as `sparsekv trace --json` prints it, of any length, made up: random, but it adds up as a real one does."""
+"""A synthetic trace of any length in the form of `sparsekv trace --json`; its numbers are random, but consistent."""
 
 import random
 from collections import defaultdict
@@ -15,13 +15,13 @@ ANSWER = ("It", " is", " in", " the", " case", " on", " the", " third", " shelf"
 LONGEST, MOST, MOST_IN_RECORD, LEAST = 64, 64, 16, 1e-4
 
 Passages = dict[int, tuple[float, ...]]
-"""For some passages what was chosen, stood for and missed of them."""
+"""Shares of attention by passage: on chosen tokens, on represented tokens, and missed."""
 
 
 def synthetic_trace(tokens: int, answer_tokens: int, layers: int, kv_heads: int, seed: int) -> dict[str, Any]:
-    """A trace with `--truth` of so many prompt and answer tokens, the same for the same arguments.
+    """Return a trace with `--truth` of these numbers of tokens, layers and heads, the same for the same arguments.
 
-    Each answer token looks for three places of its own, each head for one; records have up to 16 passages.
+    Each answer token attends to three passages of its own, and each head to one more. Records have up to 16 passages.
     """
     rng = random.Random(seed)
     passages = list(_passages(rng, tokens))
@@ -64,7 +64,7 @@ def synthetic_trace(tokens: int, answer_tokens: int, layers: int, kv_heads: int,
 
 
 def _source(passage: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A passage as a source; every other one is in a PDF."""
+    """Return a passage as a source; every other source is in a PDF."""
     start, text = passage["start"], "".join(passage["tokens"]).strip()
     of_pdf = rank % 2 == 1
     return {
@@ -78,7 +78,10 @@ def _source(passage: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _passages(rng: random.Random, tokens: int) -> Iterator[dict[str, Any]]:
-    """Sentences of 5 to 40 tokens; an emoji here and there is made of three tokens, and paragraphs end in newlines."""
+    """Yield sentences of 5 to 40 tokens.
+
+    Some have an emoji of three tokens, and paragraphs end in newlines.
+    """
     start = 0
     while start < tokens:
         length = min(rng.randint(5, 40), tokens - start, LONGEST)
@@ -115,7 +118,7 @@ def _record(
 
 
 def _split(rng: random.Random, total: float) -> tuple[float, ...]:
-    """A passage's share, divided into what is chosen, stood for and missed; a third of them has nothing chosen."""
+    """Divide a passage's share into chosen, represented and missed; in a third of the cases nothing is chosen."""
     chosen = total * rng.choice((0.0, 0.6, 0.95))
     stood_for = (total - chosen) * rng.random()
     return chosen, stood_for, total - chosen - stood_for

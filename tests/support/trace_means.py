@@ -1,4 +1,4 @@
-"""What a page has to show of a selection, from the trace's document by its definition."""
+"""Means of a trace's document that a page has to show for a selection, by their definition."""
 
 from statistics import fmean
 from typing import Any
@@ -7,7 +7,7 @@ KINDS = ("chosen", "stood_for", "missed")
 
 
 def percent(share: float | None) -> str:
-    """As pages write it."""
+    """Return a share as pages write it."""
     if share is None:
         return "\u2013"
     value = 100 * share
@@ -19,7 +19,7 @@ def percent(share: float | None) -> str:
 def rows_of(
     trace: dict[str, Any], tokens: tuple[int, int] | None, layer: int | None, head: int | None
 ) -> list[dict[str, Any]]:
-    """The rows whose mean is shown: by token, by head, or records."""
+    """Return the rows whose mean is shown: rows by token, rows by head, or records."""
     span = range(tokens[0], tokens[1] + 1) if tokens else range(len(trace["answer_tokens"]))
     if layer is None and head is None:
         return [trace["by_token"][token] for token in span]
@@ -36,7 +36,7 @@ def mean_shares(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def mean_passages(rows: list[dict[str, Any]]) -> dict[int, list[float]]:
-    """Of each passage that a row lists, the mean of its three shares."""
+    """Return, for each passage that a row lists, the mean of its three shares."""
     found: dict[int, list[float]] = {}
     for row in rows:
         for passage, *shares in row["passages"]:
@@ -48,7 +48,7 @@ def mean_passages(rows: list[dict[str, Any]]) -> dict[int, list[float]]:
 def mean_measures(
     trace: dict[str, Any], tokens: tuple[int, int] | None, layer: int | None, head: int | None
 ) -> dict[str, float]:
-    """Of some tokens the mean of their records; of the whole answer what the document says."""
+    """Return the mean measures of some tokens' records; for the whole answer, the document's own measures."""
     if tokens is None and layer is None and head is None:
         return dict(trace["measures"])
     span = range(tokens[0], tokens[1] + 1) if tokens else None

@@ -1,4 +1,4 @@
-"""Read a trace's page back into the document that it was made of, as its script does, but in Python."""
+"""Reading of a trace's page back into its document, as the page's script does."""
 
 import base64
 from array import array
@@ -13,7 +13,7 @@ SHARES = ("exact", "chosen", "stood_for", "missed")
 
 
 def read_trace_page(path: Path) -> dict[str, Any]:
-    """The document of a page that `write_trace_page` wrote."""
+    """Return the document of a page that `write_trace_page` wrote."""
     packed = WrittenPage(path).data()
     groups = {name: _rows(packed[name]) for name in ("by_token", "by_head", "records")}
     return {**packed["facts"], "passages": _passages(packed["prompt"]), **groups}

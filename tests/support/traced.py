@@ -1,4 +1,4 @@
-"""Steps of real answers of a small index, as they were attended to."""
+"""Recorded attention of the steps of real answers over a small index."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,8 @@ DENSE, OWN = Dense(), Own()
 
 @dataclass(frozen=True)
 class Answered:
-    """A question's tokens, its answer, and each layer's steps: the question's, then one for each token but the last."""
+    """A question's tokens, its answer, and each layer's steps: the question's step, then a step for each token but the
+    last."""
 
     question: torch.Tensor
     answer: Answer
@@ -29,7 +30,8 @@ class Answered:
 
 
 def every_form(index: OpenIndex) -> dict[str, MethodSpec]:
-    """Every method of an index in every variant, and with a residual where it has no replacement of its own."""
+    """Return every method of an index in every variant; a method without centroids for the rest also with a
+    residual."""
     found = [form for name in methods() for form in forms(index.artifact, name, residual=True)]
     return {form.title: form for form in found}
 
@@ -41,7 +43,7 @@ def answered(
     tokens: int = 3,
     prefill: Dense | Own | QuestionPrefill = OWN,
 ) -> Answered:
-    """Answers a question of the index with a form of a method."""
+    """Answer a question of the index by a variant of a method."""
     steps: dict[int, list[AttendedStep]] = {layer: [] for layer in index.artifact.manifest.indexed_layers}
     asker = Session.open(
         index,
@@ -53,6 +55,6 @@ def answered(
 
 
 def chosen_tokens(shares: Shares) -> torch.Tensor:
-    """[Hk, M]: what was chosen of each token of the middle, in order of position."""
+    """Return the share [Hk, M] of each middle token that was chosen, in order of position."""
     padded = torch.zeros(len(shares.chosen), shares.others.shape[2] + 1)
     return padded.scatter_add_(1, shares.positions, shares.chosen)[:, :-1]

@@ -1,4 +1,4 @@
-"""Two ranks, as processes that a test starts: one gives tensors and tells something meanwhile, the other takes both."""
+"""Two processes of ranks: one sends tensors and, at the same time, messages on a channel; the other receives both."""
 
 from pathlib import Path
 from threading import Thread
@@ -20,7 +20,7 @@ TOLD, TIMES = bytes(range(32)), 50
 
 
 def second(folder: Path) -> None:
-    """Gives tensors, nothing, and tensors again, and tells something meanwhile."""
+    """Send tensors many times, once None instead, and send messages on a channel at the same time."""
     ranks = join(Place(1, 2, 1, 2, folder))
     channel = ranks.open_channel()
     telling = Thread(target=lambda: [channel.send(TOLD) for _ in range(TIMES)])
@@ -47,5 +47,5 @@ def _assert_given(ranks: Ranks) -> None:
 
 
 def first(folder: Path) -> None:
-    """Takes what the second gives, and fails where it is anything else."""
+    """Receive what `second` sends, and fail if anything differs."""
     _assert_given(join(Place(0, 2, 0, 2, folder)))

@@ -18,13 +18,17 @@ from .small_index import without_window
 
 DOCUMENT = "".join(f"Line {number} says that {number} times {number} is {number * number}.\n" for number in range(12))
 FRESH = ["multipole", "codes", "squeezed", "dense"]
-"""A method that needs no queries, one that needs them, one that is calibrated, and one that has no index."""
+"""A method that needs no queries, one that needs queries, one with a calibration, and one without an index."""
 
 
 @dataclass(frozen=True)
 class Both:
-    """A folder with indices `FAMILY-alone.skv` and `FAMILY-ranks.skv`, and the answers of one process and of ranks over
-    each of them, by "FAMILY alone|ranks METHOD"; and `deeds`, what each rank did of the builds, as `Deeds` counts."""
+    """Results of one process and of two ranks.
+
+    `folder` has the indices `FAMILY-alone.skv` and `FAMILY-ranks.skv`. `alone` and `ranks` are the answers of one
+    process and of the ranks over both indices, by "FAMILY alone|ranks METHOD". `deeds` counts each rank's work in the
+    builds, as `Deeds` does.
+    """
 
     folder: Path
     alone: dict[str, Any]
@@ -41,11 +45,11 @@ def run_both(
     apart: bool = False,
     resumed: bool = False,
 ) -> Both:
-    """Build and ask by one process and by two ranks.
+    """Build and answer by one process and by two ranks.
 
     Args:
-        apart: the second rank does not find the index by the path that the first one has for it.
-        resumed: ranks begin with the one process's index, which has lost its methods' files.
+        apart: the second rank does not find the index by the first rank's path.
+        resumed: the ranks begin with the one process's index, without its methods' files.
     """
     (folder / "doc.txt").write_text(DOCUMENT)
     for family in families:
@@ -71,14 +75,14 @@ def _save(family: str, folder: Path) -> None:
 
 
 def without_methods(index: Path, copy: Path) -> None:
-    """A copy of an index that has lost its methods' files."""
+    """Copy an index without its methods' files."""
     shutil.copytree(index, copy)
     for method in read_manifest(index).methods:
         shutil.rmtree(copy / method)
 
 
 def _homes(folder: Path) -> tuple[Path, Path]:
-    """The ranks' current folders."""
+    """Return the ranks' current folders."""
     return folder, folder / "meeting"
 
 

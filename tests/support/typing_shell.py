@@ -1,4 +1,4 @@
-"""A shell on a terminal of its own, typed into as a person does, to see what Tab makes of a line."""
+"""An interactive shell on a terminal of its own, for tests of completion by Tab."""
 
 import os
 import pty
@@ -11,7 +11,7 @@ from types import TracebackType
 from .command import EXECUTABLE, environment
 
 SHELLS = tuple(name for name in ("bash", "zsh", "fish") if shutil.which(name))
-"""Those of the shells with a completion script that are on this machine; bash is everywhere."""
+"""Shells with a completion script that are installed on this machine; bash always is."""
 TYPED = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
 SET_UP = {
     "bash": "bind 'set enable-bracketed-paste off'; eval \"$(sparsekv completion bash)\"",
@@ -19,17 +19,17 @@ SET_UP = {
 }
 CLEAR_LINE = "\x15"
 _PATIENCE = 120.0
-"""Seconds without what is waited for, after which the shell is given up: a test fails then."""
+"""Seconds to wait for an expected text before the test fails."""
 
 
 def shell_environment() -> dict[str, str]:
-    """The environment with the installed command first on its path, and a prompt that is easily told."""
+    """Return the environment, with the installed command first on its path, and with a prompt that is easy to find."""
     path = f"{EXECUTABLE.parent}:{os.environ['PATH']}"
     return environment() | {"PATH": path, "TERM": "dumb", "PS1": "READY> ", "COLUMNS": "200", "LINES": "50"}
 
 
 class TypingShell:
-    """An interactive bash or zsh in a folder, with the completion script of its own; a context manager."""
+    """An interactive bash or zsh in a folder, with the shell's completion script; a context manager."""
 
     def __init__(self, name: str, folder: Path):
         self.shown = ""
@@ -43,12 +43,12 @@ class TypingShell:
         self.wait_for("READY> ")
 
     def enter(self, text: str) -> None:
-        """Type a text; what was shown before is forgotten."""
+        """Type a text, and forget the text shown before."""
         self.shown = ""
         os.write(self.terminal, text.encode())
 
     def wait_for(self, text: str) -> str:
-        """Everything that is shown until a text is; fails when nothing more comes."""
+        """Return everything that is shown until a text appears; fail if it does not appear."""
         end = time.monotonic() + _PATIENCE
         while text not in self.shown:
             ready, _, _ = select.select([self.terminal], [], [], max(0.0, end - time.monotonic()))

@@ -59,7 +59,7 @@ class Engine:
         raise AssertionError(self._log.read_text())
 
     def ask(self, prompt: list[int], tokens: int = 12, budget: str | float | None = None) -> Reply:
-        """The greedy continuation of token ids, decoded within a budget."""
+        """Return the greedy continuation of token ids, decoded with a budget."""
         started, first, cached, count, parts = time.perf_counter(), None, 0, 0, []
         stream = self.client.completions.create(
             model=NAME,
@@ -82,18 +82,18 @@ class Engine:
         return Reply("".join(parts), cached, first, later)
 
     def ask_in_vain(self, prompt: list[int]) -> None:
-        """Ask for a long answer from a server that is killed meanwhile."""
+        """Ask for a long answer from a server that a test kills during the answer."""
         with suppress(Exception):  # exception classes depend on the client's HTTP library
             self.ask(prompt, 500)
 
     def loaded(self) -> int:
-        """Tokens that were loaded by the connector since the start, by vLLM's own measure."""
+        """Return the number of tokens that the connector has loaded since the start, by vLLM's own metric."""
         page = urlopen(f"http://127.0.0.1:{self._port}/metrics").read().decode()
         found = re.search(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", page, re.MULTILINE)
         return 0 if found is None else int(float(found.group(1)))
 
     def lines(self) -> list[str]:
-        """The connector's lines about indices and requests, without vLLM's prefix of time and place."""
+        """Return the connector's lines about indices and requests, without vLLM's prefix of time and place."""
         return re.findall(r"\[(?:connector|answers)\.py:\d+\] (.*)", self._log.read_text())
 
     def kill(self) -> None:

@@ -42,13 +42,13 @@ class Library:
         return Artifact(self.folder / index).manifest.split.tokens
 
     def plain(self, prompt: list[int], tokens: int = 12) -> str:
-        """The model's own greedy answer by transformers."""
+        """Return the model's own greedy answer by transformers."""
         ids = torch.tensor([prompt])
         out = self.model.model.generate(ids, max_new_tokens=tokens, do_sample=False)
         return str(self.model.tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True))
 
     def generated(self, index: str, questions: list[str], tokens: int, *options: str) -> list[str]:
-        """The texts by which `sparsekv generate` answers questions, one after another."""
+        """Return the answers of `sparsekv generate` to questions, one after another."""
         batch = self.folder / "questions.txt"
         batch.write_text("\n".join(questions), encoding="utf-8")
         command = ("generate", "--index", self.folder / index, "--batch-file", batch, "--batch-size", "1", "--json")

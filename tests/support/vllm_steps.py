@@ -8,10 +8,10 @@ BLOCK, BLOCKS = 16, 200
 
 
 class Steps:
-    """vLLM's scheduler with the connector, and the results of workers that a test decides on.
+    """vLLM's scheduler with the connector, with results of workers that a test sets.
 
     Args:
-        room: most tokens of a step.
+        room: maximum number of tokens of a step.
         blocks: number of vLLM's blocks.
         extra: further settings of the connector.
     """
@@ -69,7 +69,7 @@ class Steps:
         refused: dict[str, str] | None = None,
         dense: dict[str, str] | None = None,
     ) -> None:
-        """Give the scheduler the workers' results: token 7 for each request whose prompt is computed.
+        """Pass the workers' results to the scheduler: token 7 for each request whose prompt is computed.
 
         A refused index has failed in the step's comparison or, if there is none, in its loads.
         """
@@ -97,7 +97,7 @@ class Steps:
 
 
 def aborted() -> Any:
-    """The status of a request whose client has gone."""
+    """Return the status of a request whose client has disconnected."""
     from vllm.v1.request import RequestStatus
 
     return RequestStatus.FINISHED_ABORTED

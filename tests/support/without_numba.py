@@ -1,4 +1,4 @@
-"""Steps and products in a process that finds no numba: they are torch's."""
+"""Decode steps and products in a process without numba, which use torch."""
 
 import sys
 
@@ -11,7 +11,7 @@ from sparsekv.kernels.linear.quantised import multiply, round_to_int8
 
 
 def check_step() -> None:
-    """The first of two clusters is the better one; its rows, 3 and 4, get equal weight."""
+    """Check a step over two clusters: the first is the better one, and its rows, 3 and 4, get equal weight."""
     sys.modules["numba"] = None  # type: ignore[assignment]  # as `import` finds it where it is not installed
     counts = torch.tensor([[2, 3]], dtype=torch.int32)
     logs, shares = logs_and_shares(counts)
@@ -25,7 +25,7 @@ def check_step() -> None:
 
 
 def check_product() -> None:
-    """An int8 weight times a row."""
+    """Check the product of an int8 weight and a row."""
     sys.modules["numba"] = None  # type: ignore[assignment]  # as `import` finds it where it is not installed
     weight = round_to_int8(torch.tensor([[127.0, 1.0], [0.0, 254.0]]))
     assert compiled_kernels("quantised_numba", "linear") is None

@@ -1,8 +1,8 @@
-"""The command's process, imported once and forked for every run: a program that `forked.py` starts.
+"""Program that `forked.py` starts: it imports the command once, and forks for every run.
 
-Each connection brings one request, a line of JSON. A fork becomes the command and goes through `run()` to the
-interpreter's own end, and this process answers with how that ended. Nothing computes before a fork, so there are no
-threads that it would lose.
+Each connection brings one request, a line of JSON. A fork becomes the command, and goes through `run()` to the
+interpreter's end. This process then sends how the fork ended. Nothing computes before a fork, so there are no threads
+that a fork would lose.
 """
 
 import atexit
@@ -48,14 +48,14 @@ IMPORTS = (
 LATE = ("cli.answering.output", "cli.app", "cli.building.several")
 """Modules of `sparsekv` that commands import besides their own, and that may look for installed packages."""
 COMPILED = ("sparsekv.kernels.attention.cluster_step_numba", "sparsekv.kernels.attention.code_step_numba")
-"""Modules that numba's extra brings."""
+"""Modules that need numba."""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate")
-"""Audit events of file operations that change something, besides `open` to write."""
+"""Audit events of file operations that change a file, in addition to `open` for writing."""
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A run under way: who asked for it, and until when it may take."""
+    """A running command: the connection of its request, its process, and its deadline."""
 
     connection: socket.socket
     child: int
@@ -63,7 +63,7 @@ class _Watched:
     deadline: float
 
     def end(self, *, late: bool) -> None:
-        """Kill what is left of the run's group, and answer with how it ended."""
+        """Kill what remains of the run's process group, and send how the run ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
@@ -73,7 +73,10 @@ class _Watched:
 
 
 def _serve(path: str) -> dict[str, Any]:
-    """Fork for every request; returns in the children alone, with what they are to do. Ends with its standard input."""
+    """Fork for every request.
+
+    Returns only in the forks, with their request. Ends when this program's standard input ends.
+    """
     runs: dict[int, _Watched] = {}  # by the descriptor of each process
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
@@ -102,8 +105,11 @@ def _serve(path: str) -> dict[str, Any]:
 
 
 def _branch(path: str) -> str:
-    """Fork for every process that forks commands: one for this program's own socket, and more as they are asked for,
-    whose commands find packages in more folders. Returns in these, with their sockets."""
+    """Fork a process that forks commands: one for this program's own socket, and one more for each request.
+
+    The commands of a further process find the packages in further folders. Returns in these processes, with their
+    socket.
+    """
     if os.fork() == 0:
         return path
     with socket.socket(socket.AF_UNIX) as server:
@@ -126,7 +132,7 @@ def _branch(path: str) -> str:
 
 
 def _start(connection: socket.socket) -> tuple[dict[str, Any], _Watched | None]:
-    """Fork for a connection's request; in the child nothing is watched."""
+    """Fork for a connection's request; in the fork, the second result is None."""
     with connection.makefile() as lines:
         request: dict[str, Any] = json.loads(lines.readline())
     started = time.monotonic()
@@ -140,7 +146,7 @@ def _start(connection: socket.socket) -> tuple[dict[str, Any], _Watched | None]:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Make this process what a shell would have started: folder, environment, standard files, limits, user."""
+    """Set up this process as a shell would have started it: folder, environment, standard files, limits, privileges."""
     os.setsid()
     for number, name in enumerate(STANDARD):
         _redirect(number, name, request[name])
@@ -159,7 +165,10 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _redirect(number: int, name: str, path: str | None) -> None:
-    """None closes a standard file, which leaves Python without its object."""
+    """Open a file as a standard file of this process.
+
+    With None, the standard file is closed, which leaves Python without the object.
+    """
     if path is None:
         os.close(number)
         setattr(sys, name, None)
@@ -171,21 +180,21 @@ def _redirect(number: int, name: str, path: str | None) -> None:
 
 
 def _drop_privileges() -> None:
-    """Without its capabilities even root obeys permissions; its files stay its own."""
+    """Drop all capabilities, so that file permissions restrict even root."""
     version, this_process = 0x20080522, 0
     none = struct.pack("6I", *[0] * 6)
     assert ctypes.CDLL(None).capset(struct.pack("Ii", version, this_process), none) == 0
 
 
 def _mapped() -> int:
-    """Bytes of address space that this process has already: limits count from there."""
+    """Return the bytes of address space that this process has already; limits count from there."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 class _Countdown:
-    """Kills its process before the n-th operation that changes a file of its folder, or one named relative to another.
+    """Kills its process before the n-th operation that changes a file below a folder, or a file with a relative name.
 
-    Before a renaming, half of the file is taken away, as if the kill had come in the middle of writing it.
+    Before a rename, half of the file is cut off, as if the kill had come while the file was written.
     """
 
     def __init__(self, operations: int, folder: str):
@@ -218,7 +227,8 @@ def _halve(path: Any, folder: int) -> None:
 
 
 def _end(code: int) -> None:
-    """What the interpreter does at its end, but for taking all that was imported apart, which is most of a run."""
+    """End the process like the interpreter, but without freeing all imported objects, which takes most of a short
+    run."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for output in (sys.stdout, sys.stderr):
