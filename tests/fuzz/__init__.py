@@ -1,1 +1,2 @@
-"""A differential fuzzer: drawn models, documents, options and deeds, held to oracles that share no code of ours."""
+"""A differential fuzzer: random models, documents, options and operations, compared with oracles that share no code of
+ours."""

@@ -1,4 +1,4 @@
-"""Deeds that ask: several questions at once, from other places, in other forms."""
+"""Deeds (operations of a case that are checked) that ask: several questions at once, other placements, other forms."""
 
 import json
 import re
@@ -29,12 +29,12 @@ from .questions import Checks, fed_with, rounding_decides, stepped, takes_everyt
 from .world import World, stored_rows
 
 UNMEASURED = {"guard": None, "ahead": False, "question_prefill": None, "prefill_budget": None}
-"""Options of a case that dense attention refuses are left out."""
+"""Changes that remove the options of a case that dense attention refuses."""
 
 
 @deed("batch", 10)
 def batch(world: World, index: OpenIndex) -> None:
-    """Answers that share steps are those of plain transformers, or of the question alone."""
+    """Check that answers that share steps equal plain transformers' answers, or the answer of the question alone."""
     random, checks, case = Random(world.case.more), Checks(world, index), world.case
     number, sampling = random.randint(2, 4), Sampling(case.answer)
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(number)]
@@ -64,9 +64,10 @@ def batch(world: World, index: OpenIndex) -> None:
 
 @deed("queue", 5)
 def queue(world: World, index: OpenIndex) -> None:
-    """Answers over a few slots are those of plain transformers, whichever questions join, end or are dropped meanwhile.
+    """Check that answers over a few slots equal plain transformers' answers, while other questions join, end or are
+    dropped.
 
-    Questions are fed in parts, and some continue earlier answers, whose rows were kept.
+    Questions are fed in parts, and some continue earlier answers, whose rows are kept.
     """
     random, checks = Random(world.case.more), Checks(world, index)
     everything = takes_everything(world) and random.random() < 0.7
@@ -99,7 +100,8 @@ def queue(world: World, index: OpenIndex) -> None:
 
 
 def _join(world: World, engine: Engine, said: list[torch.Tensor], random: Random) -> None:
-    """Let another question wait: a new one, or one that continues what was asked and answered before, or some of it."""
+    """Add a waiting question: a new one, or one that continues an earlier question with its answer, or a part of
+    them."""
     asked = question_ids(engine.index, world.question(random.randint(0, 2)), raw=world.case.raw)
     if said and random.random() < 0.5:
         earlier = random.choice(said)
@@ -110,8 +112,11 @@ def _join(world: World, engine: Engine, said: list[torch.Tensor], random: Random
 
 @deed("lossless", 5)
 def lossless(world: World, index: OpenIndex) -> None:
-    """Answers from drafts, greedy or sampled, are those of plain transformers, whatever the method drafts and the text
-    repeats; stopped, cut short, and in the loop of a batch, too."""
+    """Check that lossless answers, greedy or sampled, equal plain transformers' answers.
+
+    This must hold for any drafts and for any repetitions in the text. Some answers are stopped or cut, and some run in
+    the loop of a batch.
+    """
     checks, case, random = Checks(world, index), world.case, Random(world.case.more)
     in_place, longest = random.random() < 0.5, random.choice([1, 2, 4 * case.answer, 20])
     sampling = random.choice([Sampling(longest), draw_sampling(random, longest)])
@@ -150,9 +155,10 @@ def _note(into: list[TokenLogprobs | None], token: int, logprobs: TokenLogprobs 
 def _copies(
     world: World, index: OpenIndex, asker: Session, asked: torch.Tensor, number: int, sampling: Sampling
 ) -> None:
-    """A question beside copies of itself, all of which choose the same, has the answer that it has alone.
+    """Check that a question among copies of itself, which all choose the same, has the answer that it has alone.
 
-    Not down a hierarchy with centroids for the rest: alone they are of the clusters scored, together of the finest.
+    A hierarchical lookup with centroids for the rest is left out: alone, the centroids are those of the scored
+    clusters, and together those of the finest level.
     """
     form = asker.config.attention
     represented = isinstance(form, MethodSpec) and (form.residual or form.method.replaces())
@@ -174,7 +180,7 @@ def _ids(answers: list[Answer]) -> list[list[int]]:
 
 @deed("places", 6)
 def places(world: World, index: OpenIndex) -> None:
-    """Rows on the device, in main memory and on disk give the same logits."""
+    """Check that rows on the device, in main memory and on disk give the same logits."""
     case = world.case
     asked = question_ids(index, world.question(0), raw=case.raw)
     first = world.asker(index, placement="device", ahead=False)
@@ -189,7 +195,7 @@ def places(world: World, index: OpenIndex) -> None:
 
 @deed("broken off", 4)
 def broken_off(world: World, index: OpenIndex) -> None:
-    """An answer after one that was broken off is what it would have been."""
+    """Check that an answer after an interrupted answer is unchanged."""
     case = world.case
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(2)]
     asker, sampling = world.asker(index), Sampling(case.answer + 3)
@@ -206,7 +212,7 @@ def broken_off(world: World, index: OpenIndex) -> None:
 
 @deed("trace", 4)
 def trace(world: World, index: OpenIndex) -> None:
-    """A traced answer is the answer, and what a step gave to the document's tokens and to others is finite."""
+    """Check that a traced answer equals the answer, and that the attention in the trace is finite."""
     case = world.case
     asked = question_ids(index, world.question(0), raw=case.raw)
     asker = world.asker(index, guard=None, ahead=False, placement="device")
@@ -228,8 +234,11 @@ def trace(world: World, index: OpenIndex) -> None:
 
 @deed("trace without", 4)
 def trace_without(world: World, index: OpenIndex) -> None:
-    """Without a passage the answer, and log-probabilities, are those of plain transformers whose layers that select do
-    not see its tokens: dense ones at any budget, the method's at all of it."""
+    """Check an answer without a passage against plain transformers.
+
+    In the layers that select, plain transformers' tokens do not attend to the passage. Answers and log-probabilities
+    must agree for dense attention at any budget, and for the method at a budget of everything.
+    """
     case, random, everything = world.case, Random(world.case.more), takes_everything(world)
     asked = question_ids(index, world.question(0), raw=case.raw)
     changes = {"guard": None, "ahead": False, "placement": "device"}
@@ -258,7 +267,8 @@ def trace_without(world: World, index: OpenIndex) -> None:
 
 
 def _tokens_of(world: World, index: OpenIndex, passage: str) -> torch.Tensor:
-    """Which tokens [N] of an index are of a passage, wherever it stands: a token is a byte of the document."""
+    """Return a mask [N] of an index's tokens that belong to a passage, at each place of the passage; a token is a
+    byte."""
     trimmed = world.case.template == "trims" and not world.case.raw
     document = world.document.lstrip() if trimmed else world.document
     held = index.artifact.manifest.prompt.border.held if index.artifact.manifest.prompt.border else ""
@@ -271,7 +281,10 @@ def _tokens_of(world: World, index: OpenIndex, passage: str) -> torch.Tensor:
 
 
 def _without(world: World, index: OpenIndex, fed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [T, V] of tokens [T] after the stored prompt, of which the layers that select do not see the hidden."""
+    """Compute the logits [T, V] of tokens [T] after the stored prompt.
+
+    The layers that select do not attend to the tokens in `hidden`.
+    """
     rows = stored_rows(world.folder / "index.skv", world.case.layers)
     of_layers = dict.fromkeys(index.artifact.manifest.indexed_layers, hidden)
     return plain_over(world, rows, index.input_ids, fed, of_layers)
@@ -280,14 +293,14 @@ def _without(world: World, index: OpenIndex, fed: torch.Tensor, hidden: torch.Te
 def _log_probability(
     world: World, index: OpenIndex, asked: torch.Tensor, answer: list[int], hidden: torch.Tensor
 ) -> tuple[float, float]:
-    """An answer's log-probability, and the error that rounding may make."""
+    """Return an answer's log-probability, and the largest error that rounding may cause."""
     logits = _without(world, index, fed_with(asked, answer), hidden)[len(asked) - 1 :].double()
     total = logits.log_softmax(-1).gather(1, torch.tensor(answer, device=logits.device)[:, None]).sum()
     return float(total), 10 * ROUNDING * float(logits.abs().max()) * len(answer)
 
 
 def _greedy(world: World, index: OpenIndex, asked: torch.Tensor, hidden: torch.Tensor) -> str | None:
-    """The text of the greedy answer by plain transformers; None where rounding decides a token."""
+    """Return the text of the greedy answer by plain transformers; None if rounding decides a token."""
     answer: list[int] = []
     most = min(world.case.answer, world.room(len(index.input_ids), len(asked)))
     while len(answer) < most and not {*answer[-1:]} & world.ends:

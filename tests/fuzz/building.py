@@ -1,4 +1,4 @@
-"""Deeds that build: onto an index, in every way, held to a build from nothing."""
+"""Deeds (operations of a case that are checked) that build onto an index, compared with a build from nothing."""
 
 import re
 import shutil
@@ -30,7 +30,7 @@ from .world import World, files_of, stored_rows
 
 @deed("grow", 14, asks=False)
 def grow(world: World, index: OpenIndex) -> None:
-    """Text that is appended, once or twice, gives the rows of a build of all of it."""
+    """Check that text that is appended, once or twice, gives the rows of a build of the whole text."""
     random, folder = Random(world.case.more), world.folder / "index.skv"
     for _ in range(random.choice([1, 1, 2])):
         artifact = Artifact(folder)
@@ -52,7 +52,7 @@ def _chunk(world: World, random: Random) -> int | None:
 
 @deed("edit", 16, asks=False)
 def edit(world: World, index: OpenIndex) -> None:
-    """The index of an edited, longer or shorter text, or with other settings, is that of a build from nothing."""
+    """Check that the index of an edited text, or with other settings, equals that of a build from nothing."""
     case, random, text = world.case, Random(world.case.more), world.document
     plan = world.plan()
     known = ["edit", "longer", "shorter", "sinks", "tail", "methods", "same", "int8", "prefill"]
@@ -112,7 +112,7 @@ def edit(world: World, index: OpenIndex) -> None:
 
 
 def _without_a_file(world: World, folder: Path, plan: BuildPlan, random: Random) -> None:
-    """A file that is gone is made again, and fits the files that stay."""
+    """Check that a deleted file is built again, and fits the files that stay."""
     files = Artifact(folder).manifest.files
     (folder / files[random.choice(sorted(files))].path).unlink()
     build_index(plan, folder)
@@ -120,7 +120,7 @@ def _without_a_file(world: World, folder: Path, plan: BuildPlan, random: Random)
 
 
 def _with_other_sinks(world: World, folder: Path, plan: BuildPlan, random: Random) -> None:
-    """The index of the same text after a sparse prefill, whose chunks attend to other sinks, has no row of before."""
+    """Check that a sparse prefill of the same text with other sinks reuses no row."""
     plan = with_changes(plan, sinks=random.choice([one for one in (1, 2, 5, 11, 30) if one != plan.config.sinks]))
     build_index(plan, folder)
     shutil.rmtree(world.folder / "fresh.skv")
@@ -133,7 +133,7 @@ def _again(plan: BuildPlan, random: Random) -> int:
 
 @deed("more methods", 4, asks=False)
 def more_methods(world: World, index: OpenIndex) -> None:
-    """Methods that are added to an index are those of a build with all of them."""
+    """Check that methods that are added to an index equal those of a build with all of them."""
     random, folder = Random(world.case.more), world.folder / "index.skv"
     name = random.choice([*indexers()])
     made = from_options(indexers(), name, draw_options(random, indexers()[name], head_dim=world.case.head_dim))
@@ -145,8 +145,10 @@ def more_methods(world: World, index: OpenIndex) -> None:
 
 @deed("convert", 4, asks=False)
 def convert(world: World, index: OpenIndex) -> None:
-    """The int8 copy of an index, to which text may have been appended, is that of a build in int8; so it is after an
-    edit of its text."""
+    """Check that the int8 copy of an index equals a build in int8, also after an edit of the text.
+
+    Text may have been appended to the copied index.
+    """
     random, exact, folder = Random(world.case.more), world.folder / "exact.skv", world.folder / "int8.skv"
     plan, text, grows = world.plan(kv_dtype=None), world.document, random.random() < 0.3
     build_index(plan, exact)
@@ -175,13 +177,13 @@ class _Stopped(Exception):
 
 
 def _keeps_chunks(plan: BuildPlan) -> bool:
-    """Whether an interrupted prefill of a plan goes on after its last whole chunk."""
+    """Whether an interrupted prefill of a plan continues after its last whole chunk."""
     return plan.config.kv_dtype is None and not plan.kinds.keeping
 
 
 @deed("interrupted", 5, asks=False)
 def interrupted(world: World, index: OpenIndex) -> None:
-    """A build that was stopped anywhere and runs again gives the index of one that was not."""
+    """Check that a build that is stopped anywhere, and runs again, gives the index of an uninterrupted build."""
     random, folder = Random(world.case.more), world.folder / "again.skv"
     left = random.randint(1, 12)
 
@@ -216,9 +218,9 @@ def interrupted(world: World, index: OpenIndex) -> None:
 
 @deed("one after another", 5, asks=False)
 def one_after_another(world: World, index: OpenIndex) -> None:
-    """Builds with changed texts and settings, and appends, some of them stopped anywhere, end in the last one's index.
+    """Check that several builds and appends with changes, some of them stopped anywhere, end in the last build's index.
 
-    A build that is refused, as that of a text without what was appended, runs again with force.
+    A build that is refused, such as one without the appended text, runs again with force.
     """
     random, folder, plan, text = Random(world.case.more), world.folder / "index.skv", world.plan(), world.document
     distance: int | None = None  # of the checkpoints in the index, which later builds keep
@@ -257,7 +259,7 @@ def one_after_another(world: World, index: OpenIndex) -> None:
 
 
 def _growing(world: World, folder: Path, random: Random) -> BuildPlan:
-    """A plan that appends a text to an index."""
+    """Return a plan that appends a text to an index."""
     artifact = Artifact(folder)
     prompt, text = artifact.manifest.prompt, world.some_text(random.choice([1, 64, 255]), random.randint(0, 10**6))
     addition = encode_addition(world.tokenizer, text, prompt.chat, prompt.border)
@@ -265,7 +267,7 @@ def _growing(world: World, folder: Path, random: Random) -> BuildPlan:
 
 
 def _stopped(plan: BuildPlan, folder: Path, random: Random) -> bool:
-    """Build, but for one build in four until a step of it, if it has so many; return whether it was stopped."""
+    """Build, and stop three builds in four at a random step; return whether the build was stopped."""
     left = random.randint(1, 25) if random.random() < 0.75 else 0
 
     def stop(stage: str, done: int, of: int) -> None:
@@ -281,7 +283,7 @@ def _stopped(plan: BuildPlan, folder: Path, random: Random) -> bool:
 
 
 def _changed(world: World, plan: BuildPlan, text: str, random: Random) -> tuple[BuildPlan, str]:
-    """A plan with a changed text and other settings, and this text."""
+    """Return a plan with a changed text and other settings, and the text."""
     known = ["edit", "longer", "sinks", "tail", "methods", "same", "int8", "force"]
     known += ["checkpoints"] * bool(plan.kinds.keeping)
     kinds = random.sample(known, random.choice([1, 1, 2]))
@@ -307,8 +309,10 @@ def _changed(world: World, plan: BuildPlan, text: str, random: Random) -> tuple[
 
 
 def same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool, fresh: Path | None = None) -> None:
-    """An index's tensors are, to rounding, those of a build of the plan in an empty folder; with `methods` theirs, too,
-    where the rows that they are made of are the same bit for bit."""
+    """Check that an index's tensors equal, up to rounding, those of a build of the plan in an empty folder.
+
+    With `methods`, the methods' tensors are checked too, if the rows that they are built from are equal bit for bit.
+    """
     if fresh is None:
         fresh = world.folder / "fresh.skv"
         build_index(with_changes(plan, force=False), fresh)
@@ -336,13 +340,13 @@ def same_as_fresh(world: World, folder: Path, plan: BuildPlan, *, methods: bool,
 
 
 def _layer(name: str) -> int | None:
-    """Number of the layer that a file's name has."""
+    """Return the number of the layer in a file's name."""
     number = re.search(r"layer_(\d+)", name)
     return int(number[1]) if number else None
 
 
 def _exact(ours: dict[str, dict[str, torch.Tensor]], theirs: dict[str, dict[str, torch.Tensor]]) -> bool:
-    """Whether all that methods are made of is the same bit for bit."""
+    """Whether all inputs of the methods' tensors are equal bit for bit."""
     return all(
         torch.equal(tensor, theirs[name][kind])
         for name in ours

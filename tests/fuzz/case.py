@@ -19,17 +19,25 @@ from .options import Options, draw_options
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a document, an index, a question and a deed. Defaults are the simplest: a failure is shrunk to them.
+    """A model, a document, an index, a question and a deed (an operation). A failure is simplified towards the
+    defaults.
 
-    Model: `original` is the length from which scaled positions differ, `positions` 0 for many, `window` 0 for the
-    family's own, `weights` the seed of its weights, `loud` the size of biases of queries and keys, `rounded` what the
-    weights are rounded to, `ends` for short answers, `eos` the tokens that end an answer by its generation config.
-    Document: `tokens` of the whole prompt, `text` its seed, `tokenizer` and `template` by name, `raw` without one,
-    `padded` for white space around document and questions, `encoding` of its file, and letters beyond ASCII for it.
-    Index: `indexers` with their options.
-    Answers: `method` with its options at `budget`, or at the method's own budget if it is empty; `questions` by their
-    lengths in characters: of 1, if raw, in tokens.
-    `threads` are torch's. `deed` is what follows the checks of all cases, by its name; `more` a number for it.
+    Model: `original` is the length from which scaled positions differ. `positions` is the model's number of positions,
+    or 0 for many, and `window` its sliding window, or 0 for the family's own. `weights` is the seed of the weights,
+    `loud` the size of biases of queries and keys, and `rounded` the form to which weights are rounded. With `ends`
+    answers are short. `eos` are the tokens that end an answer by the generation config.
+
+    Document: `tokens` is the number of tokens of the whole prompt, and `text` the seed of the text. `tokenizer` and
+    `template` are names; with `raw` there is no template. With `padded` there is white space around document and
+    questions. `encoding` is that of the document's file; other encodings than UTF-8 also bring letters beyond ASCII.
+
+    Index: `indexers` are names with options.
+
+    Answers: the method `method` has `options` and `budget`; an empty budget is the method's own. `questions` are
+    lengths in characters; a raw question of length 1 is one token.
+
+    `threads` is torch's number of threads. `deed` is the name of the deed that follows the common checks, and `more` a
+    number for its random choices.
     """
 
     family: str = "llama"
@@ -84,26 +92,27 @@ class Case:
 
     @property
     def middle(self) -> int:
-        """Tokens of the document that an index covers."""
+        """Number of the document's tokens that an index covers."""
         return self.tokens - self.sinks - self.tail
 
     def budget_in(self, middle: int) -> Budget:
-        """The budget of answers over a document of `middle` tokens between sinks and tail."""
+        """Return the budget of answers over a document of `middle` tokens between sinks and tail."""
         return Budget.parse(self.budget) if self.budget else methods()[self.method].default_budget(middle)
 
     @property
     def options_read(self) -> Options:
-        """The method's options without those that the others, or a dense prefill of questions, leave without effect."""
+        """The method's options, without options that have no effect beside the others or with a dense prefill of
+        questions."""
         return _read(methods()[self.method], self.options, decodes=self.question_prefill != "own")
 
     @property
     def prefill_options_read(self) -> Options:
-        """The document's prefill's options without those that the others leave without effect."""
+        """The options of the document's prefill, without options that have no effect beside the others."""
         return _read(prefills()[self.prefill], self.prefill_options, decodes=False)
 
 
 def _read(kind: type, options: Options, *, decodes: bool) -> Options:
-    """Those of the options that a class reads beside the others."""
+    """Return the options that a class reads beside the others."""
     return tuple((name, value) for name, value in options if not unread(kind, name, dict(options), decodes=decodes))
 
 
@@ -117,10 +126,10 @@ ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig")
 
 
 class Palette:
-    """The few shapes of heads and sets of options that the cases of a run may have, drawn from a number.
+    """A few shapes of heads and sets of options for the cases of a run, drawn from a number.
 
-    Kernels are compiled for each of them, for seconds: all cases of a palette share what its first ones compile. With
-    no number there is no limit.
+    Compiling a kernel for a shape or an option takes seconds. The cases of a palette share the kernels that its first
+    cases compile. Without a number there is no limit.
     """
 
     SHAPES, OPTIONS = 3, 3
@@ -133,7 +142,7 @@ class Palette:
             self.shapes.add((one.group, one.head_dim))
 
     def shaped(self, random: Random, case: Case) -> Case:
-        """The case with one of the shapes, and with fewer heads for it where there were too many."""
+        """Return the case with one of the palette's shapes, and with fewer KV heads if there would be too many."""
         if not self.shapes:
             return case
         group, head_dim = random.choice(sorted(self.shapes))
@@ -141,7 +150,8 @@ class Palette:
         return replace(case, group=group, head_dim=head_dim, kv_heads=kv_heads)
 
     def options(self, random: Random, case: Case, kind: type, head_dim: int | None = None) -> Options:
-        """Options of a method, an indexer or a prefill: some, or those of the case's set."""
+        """Return options of a method, an indexer or a prefill: random ones, or those of the case's set in the
+        palette."""
         if self.number is not None:
             random = Random(f"{self.number} {kind.__name__} {head_dim} {case.text % self.OPTIONS}")
         return draw_options(random, kind, head_dim=head_dim)
@@ -151,7 +161,7 @@ NO_PALETTE = Palette(None)
 
 
 def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
-    """The case of a seed; with a palette of the shapes and options that it may have."""
+    """Return the case of a seed; with a palette, its shapes and options are the palette's."""
     from .deeds import DEEDS  # these take cases
     from .models import WITH_STATES
 
@@ -289,8 +299,10 @@ def _draw_answers(random: Random, case: Case, palette: Palette) -> Case:
 
 
 def _drawn_longer(random: Random, case: Case) -> Case:
-    """The case, sometimes without a budget, and rarely with a document long enough for several clusters of codes, and
-    for each kind of default budget."""
+    """Return the case, sometimes without a budget, and rarely with a long document.
+
+    Long documents have several clusters of codes. Their lengths differ so that each kind of default budget occurs.
+    """
     if random.random() < 0.1:
         case = replace(case, budget="")
     if random.random() >= LONG or case.prefill != "dense" or case.rope != "default":
@@ -304,19 +316,22 @@ def _drawn_longer(random: Random, case: Case) -> Case:
 
 
 def _draw_questions(random: Random, case: Case) -> tuple[int, ...]:
-    """Lengths of questions; one of a token, which a decode step has too, is so short without a template alone."""
+    """Return lengths of questions.
+
+    Only without a template can a question be one token, like a decode step's.
+    """
     lengths = [random.choice([1, 1, 2, 5, 12, 30, 130]) for _ in range(random.choice([1, 1, 2, 3]))]
     first = [1] if case.raw and random.random() < 0.3 else lengths[:1]
     return (*first, *lengths[1:])
 
 
 def draw_budget(random: Random, middle: int) -> str:
-    """A budget as a person writes it: shares, numbers, and those that are easily taken for each other."""
+    """Return a budget as a user writes it: a share, a number, or one that is easily confused with another."""
     clashes = ["1", "1.0", "100%", "2", "0.5", "50%", "0.999"]
     numbers = [str(middle), str(max(1, middle - 1)), str(middle + 1), str(random.randint(1, middle))]
     return random.choice([*clashes, *numbers, f"{random.randint(1, 60)}%", "0.05", "0.1", "0.2"])
 
 
 def from_options(given: Mapping[str, type], name: str, options: Options) -> Any:
-    """An instance of a registered class."""
+    """Make an instance of a registered class."""
     return given[name](**dict(options))

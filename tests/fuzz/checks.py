@@ -1,4 +1,4 @@
-"""Runs a case: its index is built, asked and held to oracles, and then its deed is done."""
+"""Runs a case: builds its index, compares answers with oracles, and then does its deed (an operation with a check)."""
 
 import shutil
 import tempfile
@@ -25,10 +25,10 @@ def check(case: Case, device: str = "cpu") -> str:
     """Run a case.
 
     Returns:
-        why the case was refused, where a refusal is due; empty where all of it ran.
+        the message of a refusal that is expected for the case; empty if the whole case ran.
 
     Raises:
-        Wrong: something that must agree does not, or a refusal that is not due.
+        Wrong: a result does not agree with an oracle, or an unexpected refusal.
     """
     folder, threads = Path(tempfile.mkdtemp(prefix="sparsekv-fuzz-", dir=ROOM)), torch.get_num_threads()
     try:
@@ -51,14 +51,14 @@ def check(case: Case, device: str = "cpu") -> str:
 
 
 def _rounds_its_probe(world: World, message: str) -> bool:
-    """Whether an index was refused for its probe, whose logits float32 moves further than an opening tolerates."""
+    """Whether an index was refused for its probe although float32 rounding explains the difference of the logits."""
     if not message.startswith("the probe (logits of the last prompt token over the stored context) differs"):
         return False
     return Rounding(world, world.prompt().input_ids).logits(1) > PROBE_TOLERANCE[torch.float32]
 
 
 def failure(case: Case, device: str = "cpu") -> dict[str, str]:
-    """The kind of a case's failure, and what is told of it; the kind is empty where there is none."""
+    """Return the kind of a case's failure, and its message; the kind is empty without a failure."""
     try:
         return {"kind": "", "told": check(case, device)}
     except Wrong as error:

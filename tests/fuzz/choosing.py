@@ -1,7 +1,7 @@
-"""The deed that chooses: each way in which a method chooses is held to the method's own estimates in float64.
+"""The deed `choices`: each choice of a method is compared with the method's own estimates in float64.
 
-Kernels for a GPU run there, and elsewhere the functions in plain torch that define them, for documents of any length.
-A definition that loses what tells good tokens from bad ones is found so, though its kernel equals it.
+On a GPU the kernels run; elsewhere the plain-torch functions that define them run, for documents of any length. So a
+definition that confuses good tokens with bad ones is found, even if its kernel agrees with it.
 """
 
 import math
@@ -35,21 +35,23 @@ from .oracles import expect
 from .world import World
 
 LEAST = 0.97
-"""Least share of the best tokens' probability that the chosen have, beside the loss by the precision of ranks."""
+"""Least share of the best tokens' probability that chosen tokens must have, apart from the loss by the precision of
+ranks."""
 QUERIES = 3
-"""So many of the tail's queries choose."""
+"""Number of the tail's queries that choose."""
 OCTAVE = math.log(2)
 SMALLEST = -80.0
-"""Logarithms of probabilities in float32 are equal below it."""
+"""Logarithm of a probability below which probabilities are equal in float32."""
 EXACTLY, BY_SCORE, BY_EXPONENT, BY_FEW_RANKS = 0.01, OCTAVE / 64, OCTAVE, OCTAVE / 2
-"""How far apart in nats two tokens may be so that either is chosen: by scores in float32, and by ranks."""
+"""Difference in nats within which either of two tokens may be chosen: by float32 scores, by ranks with fraction bits,
+by exponents, and by few ranks."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """A layer that chooses `tokens` of the middle's keys [Hk, M, D] for queries [Hk, G, T, D] at positions [T].
 
-    `exact` are the other keys [Hk, E, D] and the sinks [Hk, G], and `beside` [Hk, G, T] is their log-sum-exp.
+    `exact` has the other keys [Hk, E, D] and the sinks [Hk, G]. `beside` [Hk, G, T] is the log-sum-exp of their logits.
     """
 
     facts: LayerFacts
@@ -61,7 +63,7 @@ class Layer:
     tokens: int
 
     def logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """[Hk, G, T, N] float64, of queries [Hk, G, T, D] on keys [Hk, N, D]."""
+        """Compute the logits [Hk, G, T, N] float64 of queries [Hk, G, T, D] for keys [Hk, N, D]."""
         return self.of_products(torch.einsum("hgtd,hnd->hgtn", query.double(), keys.double()))
 
     def of_products(self, products: torch.Tensor) -> torch.Tensor:
@@ -73,8 +75,8 @@ class Layer:
 class Choice:
     """A choice of the best `tokens` by estimates [Hk, M], which are logarithms of probabilities in float64.
 
-    `held` [Hk] is the logarithm of the probability that the chosen have together. `unclear` [Hk] is how far apart in
-    nats two tokens may be so that either is chosen.
+    `held` [Hk] is the logarithm of the chosen tokens' total probability. `unclear` [Hk] is the difference in nats
+    within which either of two tokens may be chosen.
     """
 
     by: str
@@ -84,7 +86,7 @@ class Choice:
     unclear: torch.Tensor | float
 
     def kept(self) -> float:
-        """The least share of any head of the probability that the worst choice has that is not wrong."""
+        """Return the least share, over heads, of the probability of the worst choice that is still right."""
         best = self.estimates.topk(self.tokens).values
         last = best[:, -1:]
         unclear = torch.as_tensor(self.unclear).to(best).expand(len(best))[:, None]
@@ -96,7 +98,7 @@ Ways = Iterator[Choice]
 
 
 def held_by(estimates: torch.Tensor, rows: torch.Tensor, used: torch.Tensor | None = None) -> torch.Tensor:
-    """Log-probability [Hk] of rows [Hk, K] together, or of the first `used` [Hk] of them; each row counts once."""
+    """Return the total log-probability [Hk] of rows [Hk, K], or of the first `used` [Hk] of them; a row counts once."""
     none = estimates.shape[1]
     if used is not None:
         rows = torch.where(torch.arange(rows.shape[1], device=rows.device) < used[:, None], rows, none)
@@ -105,32 +107,33 @@ def held_by(estimates: torch.Tensor, rows: torch.Tensor, used: torch.Tensor | No
 
 
 def averaged(logits: torch.Tensor, totals: torch.Tensor, most: float = math.inf) -> torch.Tensor:
-    """Log-probabilities [Hk, T, N] of logits [Hk, G, T, N], clamped to `most` and averaged over query heads."""
+    """Return the log-probabilities [Hk, T, N] of logits [Hk, G, T, N], clamped to `most`, and averaged over query
+    heads."""
     return (logits - totals[..., None]).clamp(max=most).logsumexp(1) - math.log(logits.shape[1])
 
 
 def jointly(estimates: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [Hk, N] of [Hk, T, N], averaged over queries."""
+    """Average log-probabilities [Hk, T, N] over queries; return [Hk, N]."""
     return estimates.logsumexp(1) - math.log(estimates.shape[1])
 
 
 def in_ranks(estimates: torch.Tensor, wanted: int, octaves: int = 2**EXPONENT_BITS) -> torch.Tensor:
-    """Clamp estimates to what ranks distinguish: probabilities from 1 / `wanted` down to so many octaves below it."""
+    """Clamp estimates to the range that ranks distinguish: from probability 1 / `wanted` down by `octaves` octaves."""
     highest = -OCTAVE * (max(1, wanted).bit_length() - 1)
     return estimates.clamp(highest - OCTAVE * octaves, highest)
 
 
 def reranked(logits: torch.Tensor, totals: torch.Tensor, wanted: int) -> torch.Tensor:
-    """Estimates [Hk, T, N] of all keys by exact logits [Hk, G, T, N], with estimated log-sum-exps [Hk, G, T]."""
+    """Return estimates [Hk, T, N] of all keys from exact logits [Hk, G, T, N] and estimated log-sum-exps [Hk, G, T]."""
     own = logits.logsumexp(-1)
     totals = torch.maximum(totals, own)
     return in_ranks(averaged(logits, totals - (totals - own).amin(1, keepdim=True)), wanted)
 
 
 def by_codes(selector: Selector, layer: Layer) -> Ways:
-    """By product codes: with log-sum-exps that are estimated by the clusters, and with the right ones.
+    """Yield choices by product codes, with log-sum-exps that the clusters estimate, and with exact ones.
 
-    Estimated ones may be so small that many keys have the highest rank; no choice among these keys is wrong here.
+    Estimated log-sum-exps may be so small that many keys have the highest rank; any choice among these keys is right.
     """
     assert isinstance(selector, CodesSelector)
     (query, tokens), tensors, books = (layer.query, layer.tokens), selector.tensors, selector.estimates.codebooks
@@ -175,7 +178,7 @@ def by_codes(selector: Selector, layer: Layer) -> Ways:
 
 
 def by_lists(selector: Selector, layer: Layer) -> Ways:
-    """By posting lists in four bits, and by exact logits of all keys."""
+    """Yield choices by posting lists in four bits, and by exact logits of all keys."""
     assert isinstance(selector, TableSelector)
     asked = Queries(layer.query, lambda: layer.positions, lambda: layer.beside, joint=False)
     told = f"of the lists that are read with backoff {selector.backoff}"
@@ -202,7 +205,8 @@ def by_lists(selector: Selector, layer: Layer) -> Ways:
 
 
 def in_lists_read(selector: TableSelector, query: torch.Tensor) -> torch.Tensor:
-    """Mask [Hk, T, M] of the tokens in the lists that queries [Hk, G, T, D] read: where they back off, in two lists."""
+    """Return a mask [Hk, T, M] of the tokens in the lists that queries [Hk, G, T, D] read; with backoff, in two
+    lists."""
     tables, backoff, (_, G, T, _) = selector.tables, selector.backoff, query.shape
     near = cosines(tables, query.transpose(1, 2).flatten(1, 2))
     best = near.topk(1 if backoff is None else min(2, near.shape[-1]), -1)
@@ -215,7 +219,8 @@ def in_lists_read(selector: TableSelector, query: torch.Tensor) -> torch.Tensor:
 
 
 def listed_products(query: torch.Tensor, lists: ListCodes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Products [Hk, G, T, M] float64 that codes of lists stand for, and [Hk, G, T], how far codes can move them."""
+    """Return the products [Hk, G, T, M] float64 that the lists' codes represent, and the error [Hk, G, T] that codes
+    may cause."""
     codes = unpacked(lists.codes)[..., : lists.keys].double()
     products = query.new_zeros(*query.shape[:3], lists.keys, dtype=torch.float64)
     reach, head = products[..., 0].clone(), torch.arange(len(query), device=query.device)[:, None, None]
@@ -230,7 +235,8 @@ def listed_products(query: torch.Tensor, lists: ListCodes) -> tuple[torch.Tensor
 
 
 def by_reranking(form: MethodSpec, rows: LayerRows, layer: Layer) -> Ways:
-    """By exact logits of all keys, each of which is a candidate: for one query head no estimate matters."""
+    """Yield choices by exact logits of all keys, each of which is a candidate; with one query head no estimate
+    matters."""
     if not hasattr(form.method, "rerank") or form.method.cycle() > 1 or layer.query.shape[1] > 1:
         return
     every = replace(form, method=replace(form.method, rerank=layer.keys.shape[1] / layer.tokens))
@@ -245,7 +251,7 @@ def by_reranking(form: MethodSpec, rows: LayerRows, layer: Layer) -> Ways:
 
 
 def by_clusters(selector: Selector, layer: Layer) -> Ways:
-    """By centroids of clusters, whose rows are in the layout's order."""
+    """Yield choices by centroids of clusters, whose rows are in the layout's order."""
     assert isinstance(selector, ClusterSelector)
     query, tokens, steps, tree = layer.query, layer.tokens, selector.steps, selector.tree
     if selector.windowed_rope is not None:
@@ -288,8 +294,10 @@ def by_clusters(selector: Selector, layer: Layer) -> Ways:
 
 
 def attended(selector: ClusterSelector, query: torch.Tensor, estimates: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Log-probability [Hk] of the rows that the compiled step chooses: it attends to keys of zeros, which have equal
-    weights, and to values that are the rows' probabilities."""
+    """Return the total log-probability [Hk] of the rows that the compiled step chooses.
+
+    The step attends to keys of zeros, which have equal weights, and to values that are the rows' probabilities.
+    """
     Hk, _, D = query.shape
     most = estimates.amax(-1, keepdim=True)
     keys, values = torch.zeros(2, Hk, selector.middle, D)
@@ -302,7 +310,8 @@ def attended(selector: ClusterSelector, query: torch.Tensor, estimates: torch.Te
 def _in_two_levels(
     selector: ClusterSelector, layer: Layer, query: torch.Tensor, coarse: torch.Tensor, labels: torch.Tensor
 ) -> Ways:
-    """Down a hierarchy: coarse clusters that are opened, by estimates [Hk, T, C], and the best of their children."""
+    """Yield choices down a hierarchy: coarse clusters that are opened, by estimates [Hk, T, C], and their best
+    children."""
     steps, tokens, tree = selector.steps, layer.tokens, selector.tree
     assert steps.below is not None
     slots = tree.counts[0].shape[1]
@@ -328,7 +337,7 @@ def _in_two_levels(
 
 
 def by_directions(layer: Layer) -> None:
-    """Keys and queries that QuoKA's prefill chooses by cosines, and the centres nearest to keys."""
+    """Check the keys and queries that QuoKA's prefill chooses by cosines, and the centres that are nearest to keys."""
     keys, query, count = layer.keys, layer.query[:, :1], min(layer.tokens, layer.keys.shape[1])
     some = directions(query)
     cosines = torch.einsum("hqd,hnd->hqn", some.double(), normalize(keys.double(), dim=-1)).amax(1)
@@ -353,17 +362,17 @@ CHOOSERS: dict[type[Selector], Callable[[Selector, Layer], Ways]] = {
     TableSelector: by_lists,
     ClusterSelector: by_clusters,
 }
-"""The ways to choose of each kind of selector that has kernels for it."""
+"""Functions that yield the choices of each kind of selector that has kernels."""
 
 
 def budget_of(case: Case, middle: int) -> int:
-    """The case's budget in tokens; another one where it leaves little to choose."""
+    """Return the case's budget in tokens, or a smaller one if that budget leaves little to choose."""
     tokens = case.budget_in(middle).tokens(middle)
     return tokens if tokens <= middle // 2 else Random(case.more).randint(1, max(1, middle // 3))
 
 
 def asked_layer(world: World, index: OpenIndex, number: int) -> Layer:
-    """A layer asked by the last queries of the tail, as the index stores them."""
+    """Return a layer with the last queries of the tail, as the index stores them."""
     device, split, facts = world.model.device, index.split, index.artifact.manifest.attending[number]
     rows, stored = LayerRows(index.artifact, number).on(device)[0], index.artifact.queries(number)
     end = split.sinks + split.middle
@@ -385,9 +394,10 @@ def asked_layer(world: World, index: OpenIndex, number: int) -> Layer:
 
 
 def expect_union(form: MethodSpec, selector: Selector, layer: Layer) -> None:
-    """Queries together have all tokens that one of them chooses; one query alone reads what it reads in a union.
+    """Check that queries together read the union of their choices, and that one query alone reads its part of the
+    union.
 
-    Down a hierarchy, it reads fewer of the rest's centroids than a union.
+    Down a hierarchy, one query reads fewer centroids of the rest than a union.
     """
     if not form.method.can_unite() or selector.append is not None or form.method.cycle() > 1:
         return
@@ -405,7 +415,7 @@ def expect_union(form: MethodSpec, selector: Selector, layer: Layer) -> None:
 
 
 def expect_as_flat(world: World, form: MethodSpec, selector: Selector, rows: LayerRows, layer: Layer) -> None:
-    """A hierarchical lookup that scores all finest clusters, for a large budget, chooses what a flat one does."""
+    """Check that a hierarchical lookup that scores all finest clusters, for a large budget, equals a flat lookup."""
     if not isinstance(form.method, ClusterMethod) or form.method.lookup != "hierarchical":
         return
     flat_form = replace(form, method=replace(form.method, lookup="flat"))
@@ -420,7 +430,7 @@ def expect_as_flat(world: World, form: MethodSpec, selector: Selector, rows: Lay
 
 
 def ways_to_choose(world: World, index: OpenIndex) -> Ways:
-    """All choices of all indexed layers, of the methods that the index was built for."""
+    """Yield all choices of all indexed layers, for the methods that the index was built for."""
     case = world.case
     for name, _ in case.indexers:
         method = from_options(methods(), name, case.options if name == case.method else ())
@@ -439,7 +449,8 @@ def ways_to_choose(world: World, index: OpenIndex) -> Ways:
 @deed("choices", 8, asks=False)
 @torch.inference_mode()
 def choices(world: World, index: OpenIndex) -> None:
-    """Tokens that are chosen have the probability of the best, by the method's own estimates, however loud."""
+    """Check that chosen tokens have the probability of the best tokens, by the method's own estimates, even in loud
+    models."""
     for number in index.artifact.manifest.indexed_layers:
         by_directions(asked_layer(world, index, number))
     for choice in ways_to_choose(world, index):

@@ -1,4 +1,4 @@
-"""Deeds that run the command itself: what it prints is what the API and the parts below it give."""
+"""Deeds (operations of a case that are checked) that run the command, and compare its output with the API's."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ from .world import EDGES, World, stored_rows
 
 
 def as_arguments(options: Options) -> list[str]:
-    """Options as a person writes them."""
+    """Return options as a user writes them."""
     found: list[str] = []
     for name, value in options:
         dashed = name.replace("_", "-")
@@ -49,7 +49,7 @@ def as_arguments(options: Options) -> list[str]:
 
 @contextlib.contextmanager
 def placed(world: World) -> Iterator[None]:
-    """Within the context the case's folder is the current one, with the model and the document in it."""
+    """Within the context, the case's folder is the current one, and has the model and the document."""
     if not (world.folder / "model").exists():
         world.checkpoint.save_pretrained(world.folder / "model")
         world.tokenizer.save_pretrained(world.folder / "model")
@@ -59,21 +59,21 @@ def placed(world: World) -> Iterator[None]:
 
 
 def reading_options(world: World) -> list[str]:
-    """How commands that read the case's documents are told their encoding; a byte order mark tells it, too."""
+    """Return the options by which commands get the documents' encoding; a byte order mark may replace the option."""
     encoding = world.case.encoding
     told = encoding == UTF_8 or (encoding in ("utf-16", "utf-32", "utf-8-sig") and world.case.more % 2)
     return [] if told else ["--encoding", encoding]
 
 
 def is_read_back(world: World) -> bool:
-    """Whether transformers loads the tokenizer that was saved, and none of the model's family instead."""
+    """Whether transformers loads the saved tokenizer, and not another one of the model's family."""
     with placed(world):
         loaded = AutoTokenizer.from_pretrained("model")
     return tokenizer_identity(loaded) == tokenizer_identity(world.tokenizer)
 
 
 def ran(world: World, *arguments: str) -> Outcome:
-    """A run that ends well or is refused as is due; raises Wrong where it does neither."""
+    """Run the command; raise Wrong unless it ends well, or is refused as expected."""
     outcome = run_here(*arguments)
     told = outcome.stderr.strip().splitlines()[-1] if outcome.stderr.strip() else ""
     due = outcome.code in (1, 2) and is_due(world.case, told)
@@ -82,7 +82,10 @@ def ran(world: World, *arguments: str) -> Outcome:
 
 
 def asking_options(world: World, budget: str) -> list[str]:
-    """The case's setting as `generate` is given it. `chat` has no --dense-layers, `trace` no --placement either."""
+    """Return the case's settings as options of `generate`.
+
+    `chat` has no --dense-layers, and `trace` has no --placement either.
+    """
     case, dense = world.case, first_dense(methods()[world.case.method](), world.case.dense_layers)
     prefill = [] if case.question_prefill is None else ["--prefill", case.question_prefill]
     of_prefill = [] if case.prefill_budget is None else ["--prefill-budget", case.prefill_budget]
@@ -99,16 +102,17 @@ def asking_options(world: World, budget: str) -> list[str]:
 
 
 def as_loaded(world: World) -> OpenIndex:
-    """The case's index, open with the model that commands load.
+    """Open the case's index with the model that commands load.
 
-    Products round by the addresses of weights. In a loud model another last digit can select other clusters.
+    The rounding of products depends on the addresses of weights. In a loud model, another last digit can select other
+    clusters.
     """
     return load_and_open(Artifact(world.folder / "index.skv"), str(world.folder / "model"), world.device)
 
 
 @deed("command", 4)
 def command(world: World, index: OpenIndex) -> None:
-    """`build-index` and `generate` give the rows and the answer that the parts below them give."""
+    """Check that `build-index` and `generate` give the rows and the answer of the functions below them."""
     if not is_read_back(world):
         return
     case = world.case
@@ -149,7 +153,7 @@ def command(world: World, index: OpenIndex) -> None:
 
 @deed("resume", 4, asks=False)
 def resume(world: World, index: OpenIndex) -> None:
-    """Answers are taken over from a file only where the same budget was asked for, however it is written."""
+    """Check that answers in a file are reused only for the same budget, in any notation."""
     if not is_read_back(world):
         return
     random = Random(world.case.more)
@@ -192,7 +196,7 @@ def resume(world: World, index: OpenIndex) -> None:
 
 @deed("many commands", 2, asks=False)
 def many_commands(world: World, index: OpenIndex) -> None:
-    """Reports, traces, tuning and evaluation end well, with finite numbers, and distinguish 1 from 100%."""
+    """Check that reports, traces, tuning and evaluation end well, with finite numbers, and distinguish 1 from 100%."""
     if not is_read_back(world):
         return
     random, case = Random(world.case.more), world.case
@@ -225,7 +229,7 @@ def many_commands(world: World, index: OpenIndex) -> None:
 
 
 def evaluated(world: World) -> None:
-    """An evaluation at 1 token and at everything has a row for each, and the second is that of dense attention."""
+    """Check that an evaluation at 1 token and at everything has a row for each, the second like dense attention's."""
     pairs = Path("pairs.jsonl")
     pairs.write_text(json.dumps({"question": "q?", "answers": ["forty-two"]}) + "\n")
     outcome = ran(
@@ -246,7 +250,7 @@ def _json(outcome: Outcome) -> Any:
 
 @deed("compiled", 0.05, asks=False)
 def compiled(world: World, index: OpenIndex) -> None:
-    """A model whose layers are compiled answers as one whose layers are not; rarely drawn, as it takes so long."""
+    """Check that a compiled model answers like the model itself; rarely drawn, because compiling takes long."""
     if not is_read_back(world) or world.case.guard is not None:
         return
     question = world.question(0)
@@ -263,7 +267,7 @@ def compiled(world: World, index: OpenIndex) -> None:
 
 @deed("chat command", 3, asks=False)
 def chat_command(world: World, index: OpenIndex) -> None:
-    """`chat` with questions on standard input prints the answers of a talk."""
+    """Check that `chat` with questions on standard input prints the answers of a conversation."""
     case = world.case
     if not is_read_back(world) or case.ahead or case.guard is not None or case.dense_layers:
         return
@@ -281,8 +285,10 @@ def chat_command(world: World, index: OpenIndex) -> None:
 
 @deed("append to a talk", 4, asks=False)
 def append_to_a_talk(world: World, index: OpenIndex) -> None:
-    """`append` to the index of a talk that `generate --save-to` made begins its next message: token ids are those of
-    the template's talk, and the next answer is plain transformers' own."""
+    """Check that `append` to the index of a saved conversation begins the next message.
+
+    The token ids must be those of the template's conversation, and the next answer that of plain transformers.
+    """
     if not is_read_back(world):
         return
     case = world.case
@@ -317,7 +323,7 @@ def append_to_a_talk(world: World, index: OpenIndex) -> None:
 
 @deed("api", 3)
 def api(world: World, index: OpenIndex) -> None:
-    """The Python API answers as the parts below it do."""
+    """Check that the Python API answers like the functions below it."""
     from sparsekv.runtime import api as front
 
     case = world.case

@@ -1,4 +1,4 @@
-"""Deeds: what a case does with its index beside being asked, each held to an oracle of its own."""
+"""Deeds: operations on a case's index besides questions, each compared with an oracle of its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,10 @@ Run = Callable[[World, OpenIndex], None]
 
 @dataclass(frozen=True)
 class Deed:
-    """What is done, and how often it is drawn beside the others. `asks`: all checks of answers go before it; builds
-    take so long that one answer has to do."""
+    """An operation, and the weight with which it is drawn.
+
+    With `asks`, all checks of answers precede it. Builds take so long that one answer has to suffice for them.
+    """
 
     run: Run
     weight: float
@@ -24,7 +26,7 @@ DEEDS: dict[str, Deed] = {}
 
 
 def deed(name: str, weight: float, *, asks: bool = True) -> Callable[[Run], Run]:
-    """Decorator that registers a deed."""
+    """Decorate a function to register it as a deed."""
 
     def add(run: Run) -> Run:
         DEEDS[name] = Deed(run, weight, asks)

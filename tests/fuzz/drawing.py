@@ -1,4 +1,5 @@
-"""Deeds of sampled answers: each token is the one that its seed's random numbers draw from plain logits, in float64."""
+"""Deeds of sampled answers: each token must be the one that the seed's random numbers draw from plain logits in
+float64."""
 
 import json
 import math
@@ -20,7 +21,8 @@ from .world import World
 
 
 def draw_sampling(random: Random, tokens: int) -> Sampling:
-    """How many tokens are drawn, and how: hot and cold, with a cut by number, by share, by both or by none."""
+    """Return random settings of sampling: high and low temperatures, with a cut by number, by share, by both or by
+    none."""
     return Sampling(
         max_new_tokens=tokens,
         temperature=random.choice([0.1, 0.5, 0.9, 1.0, 1.0, 2.5]),
@@ -31,7 +33,8 @@ def draw_sampling(random: Random, tokens: int) -> Sampling:
 
 
 def left_by(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [V] in float64 of the tokens that temperature, top-k and top-p leave; -inf for the others."""
+    """Return the log-probabilities [V] float64 of the tokens that temperature, top-k and top-p leave; -inf for the
+    others."""
     scores = logits.double().cpu() / sampling.temperature
     if sampling.top_k is not None:
         least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
@@ -44,11 +47,11 @@ def left_by(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
 
 
 def expect_drawn(sampling: Sampling, logits: torch.Tensor, answer: list[int], device: torch.device, told: str) -> None:
-    """Each token of an answer is the one that the seed's random numbers draw from logits [A, V].
+    """Check that each token of an answer is the one that the seed's random numbers draw from logits [A, V].
 
-    A draw is a race of exponential times, which torch.multinomial documents by torch's generator alone: the token of
-    the largest probability divided by its own number. Where another's is as large but for rounding either may come;
-    so may one at the border of a cut, which an error of the logits moves.
+    A draw is a race of exponential times, as in torch.multinomial: the token whose probability divided by its random
+    number is largest. If another token's value is equal up to rounding, either token may be drawn. So may a token at
+    the border of a cut, if an error of the logits can move it.
     """
     random = torch.Generator(device).manual_seed(sampling.seed)
     error = 10 * ROUNDING * float(logits.abs().max()) / sampling.temperature
@@ -64,7 +67,7 @@ def expect_drawn(sampling: Sampling, logits: torch.Tensor, answer: list[int], de
 
 
 def _at_the_border(sampling: Sampling, logits: torch.Tensor, token: int, error: float) -> bool:
-    """Whether an error of the logits decides whether a token is left."""
+    """Whether an error of the logits decides whether a cut keeps a token."""
     moved = logits.double().cpu().clone()
     found = set()
     for by in (-2, 0, 2):
@@ -75,7 +78,8 @@ def _at_the_border(sampling: Sampling, logits: torch.Tensor, token: int, error: 
 
 @deed("sampled", 5)
 def sampled(world: World, index: OpenIndex) -> None:
-    """Sampled answers are those of plain logits and the seed: again, by another asker, and beside other questions."""
+    """Check sampled answers against plain logits and the seed: again, by another session, and beside other
+    questions."""
     case, random, checks = world.case, Random(world.case.more), Checks(world, index)
     sampling, device = draw_sampling(random, case.answer + random.choice([0, 4])), index.model.device
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(2)]
@@ -100,8 +104,10 @@ def sampled(world: World, index: OpenIndex) -> None:
 
 @deed("sampled command", 2, asks=False)
 def sampled_command(world: World, index: OpenIndex) -> None:
-    """Sampled answers of a file that was cut anywhere are those of a run that was not, and of each question alone;
-    with another seed they are not taken over."""
+    """Check that sampled answers of a resumed file equal those of an uninterrupted run, and of each question alone.
+
+    With another seed no answer is reused.
+    """
     if not is_read_back(world) or world.case.guard is not None:
         return
     case, random = world.case, Random(world.case.more)

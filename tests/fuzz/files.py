@@ -1,4 +1,5 @@
-"""A deed of documents of several files: after edits, in each order, the index is that of a build of the same text."""
+"""A deed of documents of several files: after edits, in each order, the index equals that of a build of the same
+text."""
 
 import shutil
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ FOLDER, INDEX = Path("project"), Path("project.skv")
 
 @deed("folder", 5, asks=False)
 def folder(world: World, index: OpenIndex) -> None:
-    """The index of a folder, built after each of some edits, is that of a fresh build of its text."""
+    """Check that the index of a folder, built after each of some edits, equals a fresh build of its text."""
     if not is_read_back(world):
         return
     case, random = world.case, Random(world.case.more)
@@ -71,7 +72,7 @@ def _built(world: World, order: str) -> tuple[int, bool]:
 
 
 def _check(order: str, before: Sequence[SourceFile]) -> Sequence[SourceFile]:
-    """The table has all files, each with its text, in their order. Returns it."""
+    """Check that the manifest's table has all files, each with its text, in their order; return the table."""
     table = read_manifest(INDEX).prompt.files or ()
     names, there = [file.path for file in table], {str(one.relative_to(FOLDER)) for one in _files()}
     expect({*names} == there and len(names) == len(there), "folder: files", f"{names}, not {sorted(there)}")

@@ -1,4 +1,5 @@
-"""The deed that gauges: what `--gauge` prints is recomputed in float64 from stored rows, choice and centroids."""
+"""The deed `gauge`: the missed mass that `--gauge` prints is computed again in float64 from rows, choice and
+centroids."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,14 +24,16 @@ from .questions import fed_with, rounding_decides, stepped
 from .world import World, files_of, stored_rows
 
 APART = 1e-3
-"""The largest difference of missed shares, relative where they are above 1, from those in float64."""
+"""Largest difference of missed shares from those in float64; relative for shares above 1."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a layer chose for some queries, of tokens at places [Q]: positions [Hk, Q or 1, R] of the middle, M for
-    none, and their log-weights; centroids of the rest; and the keys [Hk, E, D] that the queries attend to exactly, the
-    last of them those of tokens up to `end`."""
+    """The tokens that a layer chose for some queries of tokens at `places` [Q].
+
+    `positions` [Hk, Q or 1, R] are positions in the middle, or M for none, with their log weights. `rest` are centroids
+    of the other tokens. `exact` [Hk, E, D] are the keys that the queries attend to exactly, of tokens up to `end`.
+    """
 
     query: torch.Tensor
     places: torch.Tensor
@@ -42,7 +45,7 @@ class Found:
 
 
 class Recorder(GatherExecutor):
-    """Gathers as always, and keeps what it found."""
+    """Executor that gathers as usual, and passes its choices to a function."""
 
     def __init__(self, *layer: Any, keep: Any, **options: Any):
         super().__init__(*layer, **options)
@@ -57,7 +60,7 @@ class Recorder(GatherExecutor):
 
 
 class Gauged:
-    """An asker that measures the missed share, and what its layers found since."""
+    """A session that measures the missed share, and the choices of its layers so far."""
 
     def __init__(self, world: World, index: OpenIndex):
         self.found: dict[int, list[Found]] = {}
@@ -76,11 +79,11 @@ class Gauged:
 def missed(
     one: Found, middle: torch.Tensor, facts: Any, sinks: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """[Hk, G, Q] float64: what centroids of the rest have of all attention.
+    """Compute the share [Hk, G, Q] float64 of all attention that the centroids of the rest get.
 
     Args:
         middle: the keys [Hk, M, D] that may be chosen.
-        bias: [Hk, C], by which a method lets its clusters weigh more than the tokens that they stand for.
+        bias: [Hk, C], by which a method changes the log weights of its clusters.
     """
 
     def logits(keys: torch.Tensor) -> torch.Tensor:
@@ -110,7 +113,7 @@ def missed(
 
 
 def _tokens(part: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """[Hk, Q or 1]: how many tokens some centroids stand for together."""
+    """Return the number [Hk, Q or 1] of tokens that a set of centroids represents."""
     log_counts = part.log_counts.double().cpu()
     if bias is not None:
         more = bias if part.clusters is None else bias.gather(-1, part.clusters.long().cpu())
@@ -120,7 +123,8 @@ def _tokens(part: Any, bias: torch.Tensor | None) -> torch.Tensor:
 
 @deed("gauge", 4)
 def gauge(world: World, index: OpenIndex) -> None:
-    """The missed share of each layer is the softmax's own of the rest's centroids, and measuring changes no answer."""
+    """Check that the missed share of each layer is the softmax's share of the rest, and that measuring changes no
+    answer."""
     case = world.case
     asked = question_ids(index, world.question(0), raw=case.raw)
     form = world.config(index, guard=None, ahead=False).attention

@@ -1,4 +1,4 @@
-"""A deed of models in 16 bits, whose answers are held to the same weights in float32."""
+"""A deed of models in 16 bits, whose answers are compared with the same weights in float32."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,23 +20,23 @@ from .questions import fed_with, stepped, takes_everything
 from .world import World
 
 NEAR, NEAR_IN_8_BITS = 0.004, 0.1
-"""Relative error of logits that is allowed beside three times that of transformers in the same dtype."""
+"""Relative error of logits that is allowed in addition to three times transformers' error in the same dtype."""
 CHOSEN = 2.5, 0.02
-"""How many times as far as in float32 a method's logits may be from dense attention's, and how much further.
+"""Limit of a method's distance from dense attention in 16 bits: a factor of the distance in float32, and a constant.
 
-They may always be as far as those of attention that selects nothing: rounding leads k-means of few keys to other
-clusters, and one key more or less among the selected ones can decide all.
+The distance of attention that selects nothing is always allowed. Rounding leads k-means of few keys to other clusters,
+and a single selected key can decide the result.
 """
 ALONE: dict[str, Any] = {"options": (), "residual": False, "ahead": False, "dense_layers": 0, "placement": "device"}
-"""Changes of a case whose method selects nothing."""
+"""Changes to a case whose method selects nothing."""
 
 
 @deed("halved", 2, asks=False)
 def halved(world: World, index: OpenIndex) -> None:
-    """In bfloat16 and float16, answers are about as near to float32 as those of transformers, and a method's logits as
-    near to dense attention's as in float32.
+    """Check that 16-bit answers are about as near to float32 as transformers', and a method as near to dense attention
+    as in float32.
 
-    Not in models of experts, to others of which rounding to 16 bits routes tokens.
+    Models of experts are left out, because rounding to 16 bits routes tokens to other experts.
     """
     if _has_experts(world):
         return
@@ -78,7 +78,7 @@ def _has_experts(world: World) -> bool:
 
 
 def _lossless(low: World, high: World, opened: OpenIndex, asked: torch.Tensor, near: float) -> None:
-    """Each token of an answer from drafts is the likeliest in float32, but for rounding to 16 bits."""
+    """Check that each token of an answer from drafts is the likeliest in float32, up to rounding to 16 bits."""
     config = replace(choose_config(opened.artifact, DENSE), lossless=True)
     try:
         engine = DraftingEngine(opened, opened.cache(config), config)

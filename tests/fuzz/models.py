@@ -1,4 +1,4 @@
-"""Tiny random models and tokenizers as a case draws them; those of the last cases are kept."""
+"""Tiny random models and tokenizers that a case draws; those of the last cases are kept."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,15 +15,15 @@ from .case import Case
 
 POSITIONS = 4096
 STRETCH = 4
-"""By how much scaled positions are more than those that a model was trained with."""
+"""Factor by which scaled positions exceed those that a model was trained with."""
 TURNED = 8
-"""Channels that RoPE turns in families of latent attention."""
+"""Number of channels that RoPE rotates in families of latent attention."""
 
 SPACE_SIGN = "\u2581"
 
 
 def _of_layers(window: int) -> Callable[[Case], dict[str, Any]]:
-    """Every second layer slides, the last one never, as such configs say by a list of kinds."""
+    """Return config changes by which every second layer has a sliding window, but never the last layer."""
 
     def changes(case: Case) -> dict[str, Any]:
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(case.layers)]
@@ -52,7 +52,7 @@ def _many_experts(case: Case) -> dict[str, Any]:
 
 
 def _with_states(kind: str) -> Callable[[Case], dict[str, Any]]:
-    """Every second layer keeps a state, the last one never."""
+    """Return config changes by which every second layer keeps a state, but never the last layer."""
 
     def changes(case: Case) -> dict[str, Any]:
         kinds = ["full_attention" if layer % 2 else kind for layer in range(case.layers)]
@@ -73,7 +73,8 @@ def _mamba(case: Case) -> dict[str, Any]:
 
 
 def _latent(case: Case) -> dict[str, Any]:
-    """Keys and values of different sizes, made of a latent for all heads; a part of the keys' channels turns."""
+    """Return the sizes of latent attention: keys and values of different sizes, with RoPE on some of the keys'
+    channels."""
     sizes = {"qk_rope_head_dim": TURNED, "qk_nope_head_dim": case.head_dim - TURNED, "v_head_dim": case.head_dim - 4}
     heads = {"head_dim": TURNED, "num_key_value_heads": case.kv_heads * case.group}
     return sizes | heads | {"q_lora_rank": 16, "kv_lora_rank": 24, "first_k_dense_replace": case.layers}
@@ -117,10 +118,10 @@ FAMILIES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "deepseek_v3": _latent,
     "doge": lambda case: {"sliding_window": case.window or None, "keep_window_size": 2048},
 }
-"""What each family's config needs beside what all have: by the names that transformers has for them."""
+"""Config fields of each family, in addition to the common fields."""
 
 WITH_STATES = ("qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2")
-"""Families of which layers keep a state, beside attention or instead of it; only a dense prefill carries it along."""
+"""Families in which layers keep a state, in addition to attention or instead of it; they need a dense prefill."""
 OWN_HEAD_DIM = (
     "lfm2",
     "phi3",
@@ -136,15 +137,15 @@ OWN_HEAD_DIM = (
 )
 """Families whose heads divide the hidden size."""
 PARTIAL = ("phi3", "stablelm", "glm4", "nemotron")
-"""Families that may turn a part of a head's channels alone."""
+"""Families that may rotate only some of a head's channels."""
 BY_LAYER_TYPE = ("gemma3_text", "olmo3")
-"""Families with rotary parameters for each kind of layer."""
+"""Families with RoPE parameters for each kind of layer."""
 EAGER_ONLY = ("gemma2", "gpt_oss")
-"""Families whose soft cap or learned sinks torch's own attention has not."""
+"""Families whose soft cap or learned sinks torch's own attention does not support."""
 
 
 def ropes_of(family: str, ropes: tuple[str, ...]) -> tuple[str, ...]:
-    """Of these kinds of scaled positions those that a family's config takes."""
+    """Return those of the kinds of scaled positions that a family's config supports."""
     if family in BY_LAYER_TYPE:
         return ()
     if family in WITH_STATES:
@@ -153,7 +154,7 @@ def ropes_of(family: str, ropes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def rope_parameters(case: Case) -> dict[str, Any]:
-    """The config's rotary parameters; original lengths lie within the document, so that scaling shows."""
+    """Return the config's RoPE parameters; the original length is within the document, so that scaling shows."""
     partial = {"partial_rotary_factor": 0.5} if case.family in PARTIAL else {}
     plain: dict[str, Any] = {"rope_type": case.rope, "rope_theta": 10000.0, **partial}
     original = {"original_max_position_embeddings": case.original}
@@ -174,7 +175,8 @@ def rope_parameters(case: Case) -> dict[str, Any]:
 
 
 def qwen_yarn(case: Case) -> dict[str, Any]:
-    """Qwen's recipe of YaRN: `rope_scaling` by its older names, and the positions that the model was trained with."""
+    """Return Qwen's recipe of YaRN: `rope_scaling` by its older names, and the positions that the model was trained
+    with."""
     scaling: dict[str, Any] = {"type": "yarn", "factor": float(STRETCH)}
     scaling["original_max_position_embeddings"] = case.original
     if case.family in PARTIAL:
@@ -183,7 +185,10 @@ def qwen_yarn(case: Case) -> dict[str, Any]:
 
 
 def positions_of(case: Case) -> int:
-    """How many tokens a case's model takes. A window of all original positions limits the stretched ones."""
+    """Return the number of tokens that a case's model supports.
+
+    A sliding window of all original positions limits the stretched positions.
+    """
     if case.rope != "qwen-yarn":
         return case.positions or POSITIONS
     stretched, window = STRETCH * case.original, getattr(config_of(case), "sliding_window", None) or 0
@@ -191,7 +196,7 @@ def positions_of(case: Case) -> int:
 
 
 def config_of(case: Case) -> Any:
-    """The config of a case's model."""
+    """Return the config of a case's model."""
     heads = case.kv_heads * case.group
     hidden = heads * case.head_dim if case.family in OWN_HEAD_DIM else 64 + (-64 % lcm(heads, 8))
     changes: dict[str, Any] = {
@@ -220,14 +225,14 @@ def config_of(case: Case) -> Any:
 
 
 BIASES = ("attention_bias", "use_qkv_bias", "use_bias")
-"""Options of configs for biases of projections to queries and keys; some families always have them, others never."""
+"""Config options for biases of the projections to queries and keys; some families always have biases, some never."""
 
 
 def make_loud(model: PreTrainedModel, case: Case) -> None:
-    """Make logits hundreds of nats apart, by biases of queries and keys as in Qwen2, which turn with RoPE.
+    """Make logits hundreds of nats apart, by biases of queries and keys as in Qwen2, which RoPE rotates.
 
-    Where there are norms of queries and keys, their weights are made larger, and where there are neither, those of the
-    projections.
+    If there are norms of queries and keys instead, their weights are increased; if there are neither, the projections'
+    weights are.
     """
     modules = {name: module for name, module in model.named_modules() if "attn" in name}
     kinds = {name.rpartition(".")[2] for name in modules}
@@ -247,11 +252,12 @@ def make_loud(model: PreTrainedModel, case: Case) -> None:
 
 MODEL_FIELDS = ("family", "layers", "kv_heads", "group", "head_dim", "rope", "original", "positions", "window",
                 "softcap", "tied", "weights", "loud", "ends", "eos")  # fmt: skip
-"""The fields of a case that decide its model."""
+"""The fields of a case that determine its model."""
 
 
 def model_of(case: Case, device: str) -> PreTrainedModel:
-    """A case's model in float32: random weights far from uniform attention, norms and biases that show."""
+    """Return a case's model in float32: random weights with peaked attention, and norms and biases that are not
+    trivial."""
     key = tuple(getattr(case, name) for name in MODEL_FIELDS)
     return _made(key, device)
 
@@ -291,8 +297,11 @@ TEMPLATES = {
 
 @lru_cache(maxsize=16)
 def tokenizer_of(kind: str, template: str) -> PreTrainedTokenizerFast:
-    """One token a byte, with `begins` after one that begins each text; or one a letter, with a sign for spaces, which
-    stands before the first word, too."""
+    """Return a tokenizer with one token for each byte, or for each letter.
+
+    The kind `begins` adds a token before each text. The kind `letters` has a sign for spaces, which is also before the
+    first word.
+    """
     tokenizer = tiny_tokenizer(TEMPLATES[template])
     if kind == "begins":
         beginning = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", START)])

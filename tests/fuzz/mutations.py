@@ -1,8 +1,8 @@
-"""Puts faults of known kinds back into a copy of the code, one at a time, and fuzzes until each is found.
+"""Puts known faults into a copy of the code, one at a time, and fuzzes until each is found.
 
-`python tests/fuzz/mutations.py --workers 4`; `--fault WORD` for those whose name has the word. A fault's old text must
-stand exactly once in its file, else the run ends before it begins: mend the patch. A case that fails without the fault,
-too, has not found it. The exit code is 1 where a fault was not found.
+`python tests/fuzz/mutations.py --workers 4`; `--fault WORD` selects the faults whose name has the word. A fault's old
+text must occur exactly once in its file; otherwise the run ends before it begins, and the patch needs an update. A case
+that also fails without the fault does not count. The exit code is 1 if a fault was not found.
 """
 
 import argparse
@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Patch:
-    """A text of a file that is replaced by another."""
+    """A text of a file, and the text that replaces it."""
 
     file: str
     old: str
     new: str
 
     def check(self, tree: Path) -> None:
-        """Raises SystemExit unless the old text stands once in the file."""
+        """Raise SystemExit unless the old text occurs exactly once in the file."""
         path = tree / self.file
         if (times := path.read_text().count(self.old) if path.exists() else 0) != 1:
             raise SystemExit(f"a fault's patch fits no more: {self.old!r} stands {times} times in {self.file}")
@@ -36,7 +36,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault by name, and the patch that makes it. `deed` is given to all cases, if only this one finds it."""
+    """A fault by name, and the patch that makes it. All cases get `deed`, for a fault that only one deed finds."""
 
     name: str
     patch: Patch
@@ -221,7 +221,7 @@ FAULTS = (
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the tree's files, and beside it a folder in which it is `sparsekv`."""
+    """Copy the tree's files, and make a folder in which the copy is the package `sparsekv`."""
     tree = folder / "tree"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -239,7 +239,7 @@ def copied(folder: Path) -> Path:
 
 
 def fuzzed(folder: Path, first: int, cases: int, workers: int, deed: str) -> list[dict[str, object]]:
-    """The failures of a run over the copy that ends with the first of them, in order of seeds."""
+    """Return the failures of a run over the copy that ends with its first failure, in order of seeds."""
     log = folder / "log.jsonl"
     log.unlink(missing_ok=True)
     command = [sys.executable, str(folder / "tree/tests/fuzz/run.py"), "--no-shrink", "--log", str(log)]
@@ -252,7 +252,7 @@ def fuzzed(folder: Path, first: int, cases: int, workers: int, deed: str) -> lis
 
 
 def found_by(folder: Path, fault: Fault, given: argparse.Namespace) -> tuple[int, dict[str, object]] | None:
-    """The number of the first case that fails with a fault in the copy and not without it, and its failure."""
+    """Return the number of the first case that fails only with a fault in the copy, and the failure."""
     path, first, end = folder / "tree" / fault.patch.file, given.first_seed, given.first_seed + given.cases
     whole = path.read_text()
     while first < end:
@@ -272,8 +272,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=300, help="within which a fault must be found")
-    parser.add_argument("--fault", default="", help="only those whose name has this word")
+    parser.add_argument("--cases", type=int, default=300, help="number of cases within which a fault must be found")
+    parser.add_argument("--fault", default="", help="only faults whose name has this word")
     given = parser.parse_args()
     faults = [one for one in FAULTS if given.fault in one.name]
     with tempfile.TemporaryDirectory(prefix="sparsekv-mutations-") as name:

@@ -1,4 +1,4 @@
-"""Values of a method's options, drawn from its dataclass fields alone: a new method is drawn without a line here."""
+"""Values of a method's options, drawn from its dataclass fields alone: a new method needs no line here."""
 
 import contextlib
 import re
@@ -10,14 +10,14 @@ from typing import Any
 from sparsekv.formats.errors import UsageError
 
 Options = tuple[tuple[str, Any], ...]
-"""Options by name, as they stand in a case; those that are left out have their defaults."""
+"""Options by name, as in a case; options that are left out have their defaults."""
 
 TRIES = 8
-"""How often a value that a method refuses is drawn again, before the option keeps its default."""
+"""Number of times that a refused value is drawn again, before the option keeps its default."""
 
 
 def draw_options(random: Random, kind: type, *, often: float = 0.4, head_dim: int | None = None) -> Options:
-    """Some of a method's, an indexer's or a prefill's options, of which the class takes any that are here together.
+    """Return random options of a method, an indexer or a prefill that its class accepts together.
 
     Args:
         head_dim: channels of the heads that an indexer is for; options that it refuses for them are drawn again.
@@ -35,7 +35,8 @@ def draw_options(random: Random, kind: type, *, often: float = 0.4, head_dim: in
 
 
 def draw_fitting(random: Random, kind: type, chosen: dict[str, Any], head_dim: int | None) -> Options:
-    """The options with one number more, where a class refuses its default, as one that has to divide another."""
+    """Return the options with one more number, for a class that refuses its default, such as one that must divide
+    another."""
     numbers = [field.name for field in fields(kind) if type(_default(field)) is int]
     changes = [(name, value) for name in numbers for value in range(1, 65)]
     for name, value in random.sample(changes, len(changes)):
@@ -59,7 +60,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _draw(random: Random, kind: type, field: Field[Any]) -> Any:
-    """A value of a field's type: near its default, at a limit, or anywhere."""
+    """Return a value of a field's type: near its default, at a limit, or anywhere."""
     default = _default(field)
     if isinstance(default, bool):
         return not default
@@ -79,7 +80,7 @@ def _draw(random: Random, kind: type, field: Field[Any]) -> Any:
 
 @cache
 def choices_of(kind: type, name: str) -> tuple[str, ...]:
-    """The texts that an option takes: those words of its help and of the error for a wrong one that the class takes."""
+    """Return the texts that an option accepts, among the words of its help and of the error for a wrong value."""
     (field,) = (one for one in fields(kind) if one.name == name)
     told = str(field.metadata.get("help", ""))
     try:

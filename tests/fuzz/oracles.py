@@ -15,11 +15,11 @@ from .models import EAGER_ONLY, WITH_STATES
 from .world import Rows, World
 
 ROUNDING = 2e-4
-"""The largest relative error of logits, and of keys and values, in float32."""
+"""Largest relative error of logits, and of keys and values, in float32."""
 
 
 class Wrong(AssertionError):
-    """What the fuzzer looks for: two things that must agree do not. `kind` stays the same while a case is shrunk."""
+    """A disagreement of two results that must agree. `kind` stays the same while a case is simplified."""
 
     def __init__(self, kind: str, told: str):
         super().__init__(f"{kind}: {told}")
@@ -27,13 +27,13 @@ class Wrong(AssertionError):
 
 
 def expect(right: bool, kind: str, told: str) -> None:
-    """Raise Wrong where something is not right."""
+    """Raise Wrong if a condition is false."""
     if not right:
         raise Wrong(kind, told)
 
 
 def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """|actual - expected| / |expected|; infinite where the sizes differ, or `actual` is not finite."""
+    """Return |actual - expected| / |expected|; infinite if the sizes differ, or if `actual` is not finite."""
     if actual.shape != expected.shape:
         return float("inf")
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
@@ -44,10 +44,10 @@ def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @contextmanager
 def own_attention(model: PreTrainedModel, family: str) -> Iterator[None]:
-    """Within the context the model attends as transformers does without us.
+    """Within the context, the model attends as transformers does without sparsekv.
 
-    On a GPU eagerly: with a mask, in float32, one KV head and lengths such as 129 and 321 torch 2.11's own attention is
-    wrong there by a tenth.
+    On a GPU the attention is eager: torch 2.11's own attention is wrong there by a tenth, with a mask, in float32, for
+    one KV head and lengths such as 129 and 321.
     """
     before, eager = model.config._attn_implementation, family in EAGER_ONLY or model.device.type != "cpu"
     model.set_attn_implementation("eager" if eager else "sdpa")
@@ -58,9 +58,10 @@ def own_attention(model: PreTrainedModel, family: str) -> Iterator[None]:
 
 
 Pairs = Callable[[int, torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, Any]]
-"""A function of a layer's number, keys, values and mask, to those with which the layer attends."""
+"""Function that returns the keys, values and mask with which a layer attends, from its number, keys, values and
+mask."""
 _pairs: list[tuple[str, Pairs]] = []
-"""The implementation that attends, and its pairs."""
+"""The implementation that attends, and its function of pairs."""
 
 
 def _attend(
@@ -79,7 +80,7 @@ AttentionMaskInterface.register(
 
 @contextmanager
 def _attending_to(world: World, pairs: Pairs) -> Iterator[None]:
-    """Within the context the model attends by transformers' functions to the keys and values that `pairs` returns."""
+    """Within the context, the model attends by transformers' functions to the keys and values that `pairs` returns."""
     with own_attention(world.model, world.case.family):
         _pairs.append((world.model.config._attn_implementation, pairs))
         world.model.set_attn_implementation("fuzz-oracle")
@@ -90,7 +91,7 @@ def _attending_to(world: World, pairs: Pairs) -> Iterator[None]:
 
 
 class Counting(DynamicLayer):
-    """Has no rows, and the number of those that came before."""
+    """A cache layer without rows, which knows the number of the tokens before."""
 
     def __init__(self, before: int):
         super().__init__()
@@ -108,9 +109,9 @@ class Counting(DynamicLayer):
 
 @torch.inference_mode()
 def plain(world: World, ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
-    """Logits [N, vocabulary] of one plain pass over token ids [N], and the keys and values that each layer attends to.
+    """Return the logits [N, vocabulary] of one plain pass over token ids [N], and the rows that each layer attends to.
 
-    Values that are smaller than keys have zeros behind them.
+    Values with fewer channels than keys are padded with zeros.
     """
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -127,9 +128,9 @@ def plain(world: World, ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
 def plain_over(
     world: World, rows: Rows, before: torch.Tensor, ids: torch.Tensor, hidden: dict[int, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Logits [T, vocabulary] of one plain pass over token ids [T] that follow rows [Hk, N, D] of the tokens `before`.
+    """Return the logits [T, vocabulary] of one plain pass over token ids [T] that follow rows [Hk, N, D] of `before`.
 
-    States are those after a plain pass over these tokens.
+    States are those after a plain pass over the tokens `before`.
 
     Args:
         hidden: by layer, [N] bool, the rows that the layer does not attend to.
@@ -163,7 +164,7 @@ def plain_over(
 
 
 def expect_greedy(logits: torch.Tensor, answer: list[int], kind: str, told: str) -> None:
-    """Each token of an answer is the likeliest by an oracle's logits [A, vocabulary], or apart by rounding alone."""
+    """Check that each token of an answer is the likeliest by an oracle's logits [A, vocabulary], up to rounding."""
     expect(bool(answer), kind, f"{told}: no answer")
     size = float(logits.abs().max())
     for step, (token, row) in enumerate(zip(answer, logits, strict=True)):

@@ -1,5 +1,7 @@
-"""Deeds that recompute in float64 what `recall-report`, `tune` and `eval` print of a method: its choice is taken from
-its selector, all else from files alone."""
+"""Deeds that compute printed numbers of `recall-report`, `tune` and `eval` again in float64.
+
+A method's choice comes from its selector, and everything else from files alone.
+"""
 
 import json
 import re
@@ -35,15 +37,17 @@ from .reporting import APART, Truth
 from .world import World, stored_rows
 
 REFERENCE = Budget(0.05)
-"""The share whose best tokens `tune` counts."""
+"""Budget for which `tune` counts the best tokens."""
 
 BEGINNING = "Answer:"
-"""With which an answer of `--task qa` begins."""
+"""Beginning of an answer of `--task qa`."""
 
 
 class Choices:
-    """What forms choose for one half of the tail's queries, by layer; forms whose layers share what they learn choose
-    as they do when all layers are asked in turn."""
+    """Choices of methods for one half of the tail's queries, by layer.
+
+    Methods whose layers share information choose as they do when all layers are asked in order.
+    """
 
     def __init__(self, world: World, index: OpenIndex, *, calibration: bool):
         self.artifact, self.calibration = index.artifact, calibration
@@ -53,7 +57,8 @@ class Choices:
     def measured(
         self, form: MethodSpec, budget_of: Callable[[int], Budget], wanted: Budget | None
     ) -> list[dict[str, Any]]:
-        """By layer, each measure's means [Hk] in float64; `recall` NaN for heads where rounding decides what is best.
+        """Return each measure's means [Hk] float64, by layer; `recall` is NaN for heads in which rounding decides the
+        best tokens.
 
         Args:
             wanted: whose best tokens count for recall; None: the layer's own budget.
@@ -90,7 +95,7 @@ def _agree(told: float, expected: float, kind: str, about: str) -> None:
 
 @deed("report command", 2)
 def report_command(world: World, index: OpenIndex) -> None:
-    """Each number of `recall-report --json` by head is that of the method's choice in float64, and means are means."""
+    """Check each number of `recall-report --json` by head against the method's choice in float64, and the means."""
     if not is_read_back(world):
         return
     random, case = Random(world.case.more), world.case
@@ -124,7 +129,7 @@ def report_command(world: World, index: OpenIndex) -> None:
 
 @deed("tune command", 2)
 def tune_command(world: World, index: OpenIndex) -> None:
-    """What `tune --json` tells of each method's setting is what it measures in float64, and it holds what it says."""
+    """Check that `tune --json` prints each setting's measures as in float64, and that the setting holds its target."""
     if not is_read_back(world):
         return
     random, case = Random(world.case.more), world.case
@@ -176,7 +181,7 @@ def tune_command(world: World, index: OpenIndex) -> None:
 
 @deed("tuned", 2, asks=False)
 def tuned(world: World, index: OpenIndex) -> None:
-    """`generate` and `chat` without a method answer by the setting that `tune --json` tells, until `tune --reset`."""
+    """Check that `generate` and `chat` use the setting that `tune --json` printed, until `tune --reset`."""
     if not is_read_back(world):
         return
     case, random = world.case, Random(world.case.more)
@@ -216,7 +221,7 @@ def tuned(world: World, index: OpenIndex) -> None:
 
 
 def f1(answer: str, expected: str) -> float:
-    """SQuAD's F1 of two texts: of their words in lower case, without punctuation and articles."""
+    """Return SQuAD's F1 of two texts: of their words in lower case, without punctuation and articles."""
 
     def words(text: str) -> Counter[str]:
         plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
@@ -229,7 +234,7 @@ def f1(answer: str, expected: str) -> float:
 
 @deed("eval command", 1, asks=False)
 def eval_command(world: World, index: OpenIndex) -> None:
-    """Scores of `eval --json` are those of the answers that it keeps, of which dense ones are plain transformers'."""
+    """Check the scores of `eval --json` against its stored answers, and dense answers against plain transformers."""
     if not is_read_back(world) or world.case.raw:
         return
     random, questions = Random(world.case.more), ["q?", "why so", "name it"]

@@ -1,4 +1,4 @@
-"""An index's answers held to plain transformers, and to themselves."""
+"""Checks of an index's answers against plain transformers, and against each other."""
 
 import math
 from dataclasses import replace
@@ -16,17 +16,17 @@ from .rounding import Rounding, expect_logits
 from .world import Rows, World, stored_rows
 
 IN_8_BITS = 0.05
-"""The largest relative error of rows that are stored in 8 bits."""
+"""Largest relative error of int8 rows."""
 AFTER_8_BITS = 4 * IN_8_BITS
-"""The largest relative error of rows in 8 bits of tokens that attend to such rows. It grows from layer to layer."""
+"""Largest relative error of int8 rows of tokens that attend to int8 rows. It grows from layer to layer."""
 NEVER_EVERYTHING = ("window",)
 """Methods that leave tokens out at any budget."""
 
 
 def takes_everything(world: World) -> bool:
-    """Whether a case's answers at all of the budget are those of dense attention.
+    """Whether a case's answers with a budget of everything equal those of dense attention.
 
-    On a GPU tokens that `--stream` moves into an int8 index are rounded to int8 there, as the document's are.
+    On a GPU tokens that `--stream` moves into an int8 index are rounded to int8, as the document's tokens are.
     """
     case = world.case
     rounded = world.device != "cpu" and case.kv_dtype is not None and ("stream", True) in case.options
@@ -34,9 +34,10 @@ def takes_everything(world: World) -> bool:
 
 
 class Checks:
-    """The checks of one index: its rows, then answers by dense attention, at all of the budget, and at the case's.
+    """The checks of an index: of its rows, and of answers by dense attention, at a budget of everything, and at the
+    case's.
 
-    After a prefill that is not exact, or with rows in 8 bits, answers are held to plain attention over the stored rows.
+    After a sparse prefill, or with int8 rows, answers are compared with plain attention over the stored rows.
     """
 
     def __init__(self, world: World, index: OpenIndex):
@@ -44,7 +45,7 @@ class Checks:
         self.sampling = Sampling(self.case.answer)
 
     def run(self, *, all_of_them: bool = True) -> None:
-        """Hold token ids and answers to the first question to their oracles; without `all_of_them` dense ones alone."""
+        """Check token ids and answers to the first question; without `all_of_them`, only dense answers."""
         question = self.world.question(0)
         asked = question_ids(self.index, question, raw=self.case.raw)
         whole = self.world.whole_ids(question)
@@ -66,7 +67,7 @@ class Checks:
         self.sparse(asked)
 
     def after_growth(self) -> None:
-        """Dense attention answers rightly over an index to which text was appended, whose words have no template."""
+        """Check a dense answer over an index to which text was appended; such a prompt is not a template's."""
         asked = question_ids(self.index, self.world.question(1), raw=self.case.raw)
         dense = self.world.dense(self.index)
         answer = dense.ask(asked, self.sampling).ids
@@ -77,9 +78,9 @@ class Checks:
         return "100%" if self.case.question_prefill not in (None, "own", "dense") else None
 
     def truth(self, fed: torch.Tensor, in_8_bits: float = IN_8_BITS) -> torch.Tensor:
-        """Logits [T, vocabulary] of tokens [T] after the stored prompt; checks the stored rows beside.
+        """Return the logits [T, vocabulary] of tokens [T] after the stored prompt, and check the stored rows.
 
-        `in_8_bits` is the largest relative error of rows in 8 bits.
+        `in_8_bits` is the largest relative error of int8 rows.
         """
         case, tokens = self.case, len(self.index.input_ids)
         stored = stored_rows(self.index.artifact.folder, case.layers)
@@ -96,7 +97,7 @@ class Checks:
     def held(
         self, asker: Session, kind: str, question: int, fed: torch.Tensor, answer: list[int], logits: torch.Tensor
     ) -> None:
-        """An answer, and the logits of its steps, are those of an oracle."""
+        """Check an answer, and the logits of its steps, against an oracle."""
         steps = logits[question - 1 :]
         expect_greedy(steps, answer, f"{kind} answer", "against plain transformers")
         most = min(self.case.answer, self.world.room(len(self.index.input_ids), question))
@@ -108,7 +109,7 @@ class Checks:
         expect_logits(found[question - 1 :], steps, self.world, ids, f"{kind} logits", "plain transformers'")
 
     def sparse(self, asked: torch.Tensor) -> None:
-        """The case's own setting answers, with finite numbers, and the same twice."""
+        """Check that the case's own setting answers with finite numbers, and twice in the same way."""
         asker = self.world.asker(self.index)
         first = asker.ask(asked, self.sampling)
         again = asker.ask(asked, self.sampling)
@@ -134,7 +135,8 @@ def _first(tokens: int, rows: Rows) -> Rows:
 
 
 def fed_with(asked: torch.Tensor, answer: list[int]) -> torch.Tensor:
-    """Token ids [T] that a model is fed for an answer: the question's, and all of the answer's but the last."""
+    """Return the token ids [T] that a model is fed for an answer: the question's, and all of the answer's except the
+    last."""
     return torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
 
 
@@ -142,8 +144,10 @@ def fed_with(asked: torch.Tensor, answer: list[int]) -> torch.Tensor:
 def stepped(
     index: OpenIndex, asker: Session, fed: torch.Tensor, question: int, attend: AttentionFunction | None = None
 ) -> torch.Tensor:
-    """Logits [T, vocabulary] of tokens [T] after the stored prompt, over an asker's cache: the question's `question` at
-    once, then one by one. `attend` takes the place of the cache's own."""
+    """Return the logits [T, vocabulary] of tokens [T] after the stored prompt, over a session's cache.
+
+    The first `question` tokens run at once, the others one by one. `attend` replaces the cache's own attention.
+    """
     cache = asker.cache
     cache.rewind()
     cache.expect_prompt(index.split.tokens + question)
@@ -157,8 +161,11 @@ def stepped(
 
 
 def rounding_decides(index: OpenIndex, asker: Session, fed: torch.Tensor, question: int, logits: torch.Tensor) -> bool:
-    """Whether a choice of the steps with these logits [T, vocabulary] is a tie: it changes with queries whose logits
-    are apart by a millionth. Two ways to compute the same need not agree then."""
+    """Whether a choice in the steps with these logits [T, vocabulary] is a tie.
+
+    A tie changes with queries whose logits differ by a millionth. Then two ways to compute the same result need not
+    agree.
+    """
     for seed in range(4):
         random = torch.Generator().manual_seed(seed)
 
@@ -174,7 +181,7 @@ def rounding_decides(index: OpenIndex, asker: Session, fed: torch.Tensor, questi
 
 
 def apart(world: World, ours: list[int], whole: list[int]) -> str:
-    """Where token ids are apart from those of the template, as text."""
+    """Return a text that shows the first difference of token ids from those of the template."""
     place = next(
         (n for n, pair in enumerate(zip(ours, whole, strict=False)) if pair[0] != pair[1]), min(len(ours), len(whole))
     )

@@ -1,4 +1,5 @@
-"""Refusals that are due: what a case asks for is documented as impossible, and says so in one line."""
+"""Expected refusals: a case asks for something that is documented as impossible, and the command says so in one
+line."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from .models import WITH_STATES, config_of, positions_of
 LATENT = ("deepseek_v3",)
 """Families of latent attention."""
 BY_LENGTH = ("dynamic", "longrope")
-"""Scaled positions that turn keys by a sequence's length."""
+"""Kinds of scaled positions whose rotation depends on the length of the sequence."""
 TUNING, TRACING, EVALUATING = (
     {"many commands", *more} for more in (("tune command", "tuned"), ("trace", "trace without"), ("eval command",))
 )  # deeds that run it
@@ -22,11 +23,12 @@ DRAWING_INDEXERS = ("more methods", "edit", "one after another")
 
 @dataclass(frozen=True)
 class Due:
-    """A message that may be due, by a pattern that matches it from its beginning.
+    """A message that may be expected, by a pattern that matches it from its beginning.
 
-    when: whether it may be due in a case; less: whether the first number that the message tells is the smaller one of
-    the first two, by which it is true: numbers that contradict it make it false. So does a group `positions` that is
-    not the number of the model's positions.
+    Args:
+        when: whether the message may be expected in a case.
+        less: True if the message's first number must be at most the second; False if it must be at least the second;
+            None: numbers are not compared. A group `positions` must be the model's number of positions.
     """
 
     pattern: str
@@ -48,7 +50,7 @@ def _few_positions(case: Case) -> bool:
 
 
 def _options(case: Case, name: str) -> list[object]:
-    """An option's values, of the method and of all that are built."""
+    """Return an option's values, of the method and of all indexers of the case."""
     kinds = (case.options, case.prefill_options, *(options for _, options in case.indexers))
     return [value for options in kinds for option, value in options if option == name]
 
@@ -166,6 +168,6 @@ DUE = (
 
 
 def is_due(case: Case, message: str) -> bool:
-    """Whether a case may be refused so."""
+    """Whether a case may be refused with this message."""
     line = re.sub(r"^\S+ line \d+: ", "", message.strip().removeprefix("sparsekv: error: "))  # of a file of questions
     return "\n" not in line and any(one.allows(case, line) for one in DUE)

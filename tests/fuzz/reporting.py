@@ -1,4 +1,4 @@
-"""Deeds that recompute printed numbers in float64 from the safetensors files."""
+"""Deeds that compute printed numbers again in float64 from the safetensors files."""
 
 import json
 from random import Random
@@ -19,13 +19,14 @@ from .questions import NEVER_EVERYTHING
 from .world import World, files_of, stored_rows
 
 APART = 1e-3
-"""The largest difference of shares and of errors, which are of the order of 1, from those in float64."""
+"""Largest difference of shares and of errors, which are of the order of 1, from those in float64."""
 FAINT = 1e-30
-"""Probabilities below it are not told apart in float32, nor are outputs, where learned sinks have the attention."""
+"""Probability, or norm of an output, below which float32 does not distinguish values. Learned sinks can leave so little
+attention to the tokens."""
 
 
 class Truth:
-    """One layer's dense attention of the held-out queries, or of those of calibration, in float64 from files alone."""
+    """One layer's dense attention of the held-out or calibration queries, in float64, from files alone."""
 
     def __init__(self, world: World, layer: int, *, calibration: bool = False):
         folder = world.folder / "index.skv"
@@ -58,7 +59,7 @@ class Truth:
         return torch.einsum("hgqt,htd->hgqd", self.weights(attended), self.values)
 
     def measured(self, chosen: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Means [Hk] of what a choice [Hk, Q, M] keeps; NaN where they are shares of next to nothing."""
+        """Return the means [Hk] of the measures of a choice [Hk, Q, M]; NaN for shares of next to nothing."""
         attended = torch.ones(chosen.shape[0], 1, chosen.shape[1], self.logits.shape[-1], dtype=torch.bool)
         attended[..., self.middle] = chosen[:, None]
         whole, kept = self.probability.sum(-1), (self.probability * chosen).sum(-1)
@@ -72,7 +73,7 @@ class Truth:
         }
 
     def ties(self, tokens: int, head: int) -> bool:
-        """Whether rounding decides which `tokens` tokens are a query's likeliest, for one of a head's queries."""
+        """Whether rounding decides the `tokens` likeliest tokens, for one of a head's queries."""
         if tokens >= self.probability.shape[-1]:
             return False
         best = self.probability[head].topk(tokens + 1, -1).values
@@ -81,7 +82,7 @@ class Truth:
 
 @deed("lines", 2, asks=False)
 def lines(world: World, index: OpenIndex) -> None:
-    """A source is in the lines of the document that it names."""
+    """Check that a source is in the lines of the document that it names."""
     random, tokens = Random(world.case.more), index.split.tokens
     places, of_document = Places(index.artifact, world.tokenizer), world.document.split("\n")
     for token in random.sample(range(tokens), min(5, tokens)):
@@ -96,7 +97,8 @@ def lines(world: World, index: OpenIndex) -> None:
 
 @deed("report", 5)
 def report(world: World, index: OpenIndex) -> None:
-    """A recall report of the oracle and of none are those of their definitions, and of everything there is no loss."""
+    """Check a recall report of the oracle and of the window against their definitions, and that everything loses
+    nothing."""
     random = Random(world.case.more)
     budgets = [Budget(1.0), Budget(1), Budget.parse(f"{random.randint(2, 99)}%")]
     names = [name for name in methods_of(index.artifact) if name in (world.case.method, "oracle", "window")]
@@ -143,7 +145,8 @@ def report(world: World, index: OpenIndex) -> None:
 
 @deed("report in batches", 1, asks=False)
 def report_in_batches(world: World, index: OpenIndex) -> None:
-    """A report that measures few queries at once, as of a long document, reads what it reads of all at once."""
+    """Check that a report that measures few queries at once, as of a long document, equals one that measures all at
+    once."""
     case, random = world.case, Random(world.case.more)
     config = world.config(index, guard=None, residual=False, question_prefill=None, prefill_budget=None)
     form, few = config.attention, random.choice([1, 3, 5])

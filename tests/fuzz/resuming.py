@@ -1,4 +1,5 @@
-"""Deeds of `generate --resume` and `sparsekv.toml`: where a setting stands, or who answered before, changes nothing."""
+"""Deeds of `generate --resume` and `sparsekv.toml`: neither a setting's place nor earlier answers may change an
+answer."""
 
 import copy
 import json
@@ -26,7 +27,7 @@ TIMES = ("tokens_per_second", "time_to_first_token")
 
 @deed("resume otherwise", 3, asks=False)
 def resume_otherwise(world: World, index: OpenIndex) -> None:
-    """Answers that another setting left in a file are taken over only if this setting's own answers are the same."""
+    """Check that answers of another setting in a file are reused only if this setting gives the same answers."""
     if not is_read_back(world):
         return
     random = Random(world.case.more)
@@ -53,7 +54,7 @@ def resume_otherwise(world: World, index: OpenIndex) -> None:
 
 
 def _otherwise(world: World, random: Random) -> tuple[World, list[str]]:
-    """The case's world with another setting, or the same, and options beside those of a case."""
+    """Return the case's world with another setting, or with the same one, and options that a case does not have."""
     case, kind = world.case, random.choice(["method", "options", "residual", "prefill", "layers", "answer", "more"])
     changes: dict[str, Any] = {}
     more: list[str] = []
@@ -80,14 +81,15 @@ def _otherwise(world: World, random: Random) -> tuple[World, list[str]]:
 
 
 def _untimed(lines: str) -> list[dict[str, Any]]:
-    """Records of answers without times."""
+    """Return records of answers without their times."""
     records = [json.loads(line) for line in lines.splitlines()]
     return [{name: value for name, value in one.items() if name not in TIMES} for one in records]
 
 
 @deed("project file", 3, asks=False)
 def project_file(world: World, index: OpenIndex) -> None:
-    """`generate` answers alike with options on the command line, which come first, and in `sparsekv.toml`."""
+    """Check that options on the command line and in `sparsekv.toml` give the same answers; the command line comes
+    first."""
     if not is_read_back(world):
         return
     case, random = world.case, Random(world.case.more)
@@ -120,11 +122,11 @@ def project_file(world: World, index: OpenIndex) -> None:
 
 
 CALLS_OWN = ("q", "model")
-"""Options that are left on the command line; a model that a file names has to be trusted first."""
+"""Options that stay on the command line. A model that a file names would have to be trusted first."""
 
 
 def _by_name(words: Sequence[str]) -> dict[str, str | bool]:
-    """Values of options by their long names, from the words of a command line."""
+    """Return the values of options by their long names, from the words of a command line."""
     found: dict[str, str | bool] = {}
     rest = [*words]
     while rest:
@@ -146,7 +148,7 @@ def _words(name: str, value: str | bool) -> list[str]:
 
 
 def _line(default: tuple[str, str | bool]) -> str:
-    """A default as a line of TOML; a number without quotes, which options of numbers need."""
+    """Return a default as a line of TOML, with a number without quotes, as options of numbers need it."""
     name, value = default
     if isinstance(value, bool):
         return f"{name} = {str(value).lower()}\n"

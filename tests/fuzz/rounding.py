@@ -1,4 +1,4 @@
-"""How far float32 rounding moves a model's logits and rows: much further in a loud model than in others."""
+"""Movement of a model's logits and rows by float32 rounding, which is much larger in loud models."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -52,7 +52,7 @@ class Rounding:
         return max((max(pair) for pair in pairs), default=0.0)
 
     def expect_rows(self, actual: Rows, expected: Rows, most: float, kind: str, of: str) -> bool:
-        """Raise Wrong where rows [Hk, N, D] are further apart than `most` and than rounding explains.
+        """Raise Wrong if rows [Hk, N, D] differ by more than `most` and by more than rounding explains.
 
         Returns:
             whether all rows are within `most`.
@@ -68,7 +68,7 @@ class Rounding:
         return within
 
     def _moved(self) -> Iterator[tuple[torch.Tensor, Rows]]:
-        """Yield logits and rows of plain passes whose embeddings and linear layers are moved, each time otherwise."""
+        """Yield logits and rows of plain passes in which the outputs of embeddings and linear layers move at random."""
         model = self.world.model
         rounded = [model.get_input_embeddings()]
         rounded += [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -88,7 +88,7 @@ class Rounding:
 def expect_logits(
     actual: torch.Tensor, expected: torch.Tensor, world: World, ids: torch.Tensor, kind: str, of: str
 ) -> None:
-    """Raise Wrong where logits [T, vocabulary] of the last of token ids [N] are further apart than by rounding."""
+    """Raise Wrong if logits [T, vocabulary] of the last of token ids [N] differ by more than rounding explains."""
     apart = error_of(actual, expected)
     right = apart <= ROUNDING or apart <= Rounding(world, ids).logits(len(expected))
     expect(right, kind, f"{apart:.2e} from {of}")

@@ -1,14 +1,14 @@
-"""Runs the fuzzer, over all cores: `python tests/fuzz/run.py --seconds 60`.
+"""Runs the fuzzer on all cores: `python tests/fuzz/run.py --seconds 60`.
 
-One case alone: `--seed N`, or `--case "Case(...)"`.
+`--seed N`, or `--case "Case(...)"`, runs one case.
 
-Each worker is a process of one thread. One that crashes, or is silent for longer than a case may take, is a failure of
-its seed; another takes its place. The exit code is 1 where a case failed.
+Each worker is a process of one thread. If a worker crashes, or is silent for longer than a case may take, its seed has
+failed, and another worker takes its place. The exit code is 1 if a case failed.
 
-On a GPU, `--device cuda --workers 16 --gpus 2`: workers share the GPUs, and a folder of compiled kernels, which is
-TRITON_CACHE_DIR or one in memory. A run draws its shapes and options from a palette, whose number is its first seed, so
-that they are few enough to be compiled at once. A case that takes too long there is told as slow and runs again with
-more time, when what it compiled is in that folder; it fails where that is too long, too.
+On a GPU: `--device cuda --workers 16 --gpus 2`. Workers share the GPUs, and a folder of compiled kernels, which is
+TRITON_CACHE_DIR or a folder in memory. A run draws its shapes and options from a palette, whose number is its first
+seed, so that few kernels are compiled. A case that takes too long there is reported as slow. It runs again with more
+time, when its kernels are in that folder, and fails if it takes too long again.
 """
 
 import argparse
@@ -28,37 +28,37 @@ HERE = Path(__file__).resolve()
 sys.path[0] = str(HERE.parents[1])  # not this folder, whose names would stand for other modules
 
 FIRST_CASE, EACH_CASE, SHRINKING = 300.0, 180.0, 40.0
-"""Seconds that a worker's first case may take, which imports and compiles, each other one, and making it simple."""
+"""Seconds for a worker's first case, which imports and compiles, for each other case, and for simplifying a case."""
 SLOW = 3
-"""How many times as long a case on a GPU may take that was too slow at first."""
+"""Factor of the time for a case on a GPU that was too slow at first."""
 COMPILED = Path("/dev/shm/sparsekv-fuzz-triton")
-"""Where compiled kernels lie, of all workers and of the runs that follow, unless TRITON_CACHE_DIR says it."""
+"""Folder of compiled kernels, of all workers and later runs, unless TRITON_CACHE_DIR names another one."""
 LOST_GPU = "AcceleratorError"
-"""The kind of a failure after which no call of its process to the GPU works."""
+"""Kind of a failure after which no call of its process to the GPU works."""
 SHRUNK_OF_A_KIND = 2
-"""So many failures of one kind are made simple; the others are only told."""
+"""Number of failures of one kind that are simplified; the others are only reported."""
 TOLD_EACH = 60.0
-"""Seconds between two lines that say how many cases have run: a run that is stopped has said what it did."""
+"""Seconds between two lines with the number of cases so far, so that a stopped run has printed what it did."""
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
+    parser.add_argument("--seconds", type=float, default=None, help="stop after this number of seconds")
     parser.add_argument(
-        "--cases", type=int, default=None, help="stop after so many cases (200 if --seconds is not said)"
+        "--cases", type=int, default=None, help="stop after this number of cases (200 without --seconds)"
     )
-    parser.add_argument("--first-seed", type=int, default=None, help="the first seed; by default one of the time")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; by default one a core")
+    parser.add_argument("--first-seed", type=int, default=None, help="the first seed; by default from the time")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; by default one per core")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--gpus", type=int, default=1, help="over which workers are spread in turn")
-    parser.add_argument("--palette", type=int, help="its number; by default the first seed on a GPU, else none")
-    parser.add_argument("--log", type=Path, help="a file to which each failure is added, a line of JSON")
-    parser.add_argument("--until-failures", type=int, default=None, help="stop after so many failures")
-    parser.add_argument("--except", dest="left_out", type=Path, help="a file of seeds that are not run, one a line")
-    parser.add_argument("--deed", default="", help="a deed that all cases have, whatever they drew")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs, over which workers are spread in turn")
+    parser.add_argument("--palette", type=int, help="the palette's number; by default the first seed on a GPU, else none")
+    parser.add_argument("--log", type=Path, help="a file to which each failure is added as a line of JSON")
+    parser.add_argument("--until-failures", type=int, default=None, help="stop after this number of failures")
+    parser.add_argument("--except", dest="left_out", type=Path, help="a file of seeds that are not run, one per line")
+    parser.add_argument("--deed", default="", help="a deed that all cases get instead of their own")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they were drawn")
-    parser.add_argument("--seed", type=int, help="run this seed alone, here, and show its case and traceback")
-    parser.add_argument("--case", help="run this case alone, here")
+    parser.add_argument("--seed", type=int, help="run only this seed, in this process, and show its case and traceback")
+    parser.add_argument("--case", help="run only this case, in this process")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def prepare() -> None:
-    """Settings of a process that runs cases."""
+    """Set up a process that runs cases."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # cases of several threads run beside other workers
     import tempfile
@@ -103,7 +103,7 @@ def one_case(given: argparse.Namespace) -> int:
 
 
 def drawn(given: argparse.Namespace, seed: int) -> Any:
-    """The case of a seed in a run that was given these options."""
+    """Return the case of a seed, in a run with these options."""
     from dataclasses import replace
 
     from fuzz.case import Palette, draw
@@ -134,14 +134,17 @@ def work(given: argparse.Namespace) -> int:
 
 
 class Worker:
-    """A process that runs cases, by its number among the workers; it keeps the kernels that it has compiled."""
+    """A process that runs cases, with its number among the workers; it keeps the kernels that it has compiled."""
 
     def __init__(self, given: argparse.Namespace, number: int):
         self.given, self.number = given, number
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a request; where there is none in time the process ends, and the next one begins another."""
+        """Return the answer to a request.
+
+        Without an answer in time, the process ends, and the next request starts another one.
+        """
         if self.process is None:
             self._start()
             seconds += FIRST_CASE
@@ -194,7 +197,7 @@ class Worker:
 
 
 class Fuzzing:
-    """A run over seeds in order, until time, cases or failures are enough."""
+    """A run over seeds in order, until the limit of time, cases or failures."""
 
     def __init__(self, given: argparse.Namespace):
         self.given = given

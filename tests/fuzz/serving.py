@@ -1,4 +1,4 @@
-"""Deeds of a scheduler: requests that come together, are sampled, given up, or continue others, and their sources."""
+"""Deeds of a scheduler: requests that arrive together, are sampled, given up, or continue others, and their sources."""
 
 import time
 from dataclasses import replace
@@ -25,9 +25,9 @@ SOURCES = 2
 
 @deed("served", 5)
 def served(world: World, index: OpenIndex) -> None:
-    """Answers of a scheduler are those of plain transformers, with their log-probabilities, text, finish and counts.
+    """Check a scheduler's answers against plain transformers, with log-probabilities, text, finish reason and counts.
 
-    It may serve two indices, which share a beginning, with few caches in memory.
+    The scheduler may serve two indices with a common beginning, with few caches in memory.
     """
     random, indices = Random(world.case.more), {"": index}
     if random.random() < 0.4:
@@ -54,7 +54,10 @@ def served(world: World, index: OpenIndex) -> None:
 def _round(
     world: World, scheduler: Scheduler, askers: list[tuple[str, Session]], said: list[torch.Tensor], random: Random
 ) -> list[tuple[Submission, list[Piece]]]:
-    """Requests that are submitted together, with their pieces, once nothing runs; some are given up at a piece."""
+    """Submit requests together; return each with its pieces, when nothing runs any more.
+
+    Some are given up at a piece.
+    """
     streams = []
     for _ in range(random.choice([1, 3, 5])):
         request = _drawn(world, *random.choice(askers), said, random)
@@ -74,7 +77,8 @@ def _round(
 
 
 def _drawn(world: World, name: str, asker: Session, said: list[torch.Tensor], random: Random) -> Submission:
-    """A request: a new question, or one that continues what was asked and answered before, or some of it."""
+    """Return a request: a new question, or one that continues an earlier question with its answer, or a part of
+    them."""
     tokens = question_ids(asker.index, world.question(random.randint(0, 2)), raw=world.case.raw)
     if said and random.random() < 0.5:
         earlier = random.choice(said)
@@ -87,13 +91,13 @@ def _drawn(world: World, name: str, asker: Session, said: list[torch.Tensor], ra
 
 
 def _stop(index: OpenIndex, earlier: torch.Tensor) -> tuple[str, ...]:
-    """Texts that a model is likely to say: the last of what it said, and its end."""
+    """Return texts that a model is likely to say: the end of its earlier answer, and the last letter of that text."""
     text = answer_text(index, earlier[-2:].tolist()).strip(INCOMPLETE)
     return tuple(one for one in (text, text[-1:]) if one and INCOMPLETE not in one)
 
 
 def _held(world: World, checks: Checks, request: Submission, pieces: list[Piece]) -> torch.Tensor:
-    """Hold a request's answer to its oracles; returns the tokens that the model was fed."""
+    """Check a request's answer against its oracles; return the tokens that the model was fed."""
     index, answer, usage = checks.index, [token for one in pieces for token in one.tokens], pieces[-1].usage
     fed, asked = fed_with(request.tokens, answer), len(request.tokens)
     steps = checks.truth(fed)[asked - 1 :]
@@ -126,7 +130,7 @@ def _held(world: World, checks: Checks, request: Submission, pieces: list[Piece]
 def _sources(
     checks: Checks, request: Submission, answer: list[int], found: list[tuple[tuple[int, int], float, str]]
 ) -> None:
-    """Sources are text of the prompt, and those of the question alone, whose answer rounding may change."""
+    """Check that sources are text of the prompt, and equal those of the question alone if the answers are equal."""
     index = checks.index
     whole = str(index.tokenizer.decode(index.input_ids, clean_up_tokenization_spaces=False))
     expect(all(text in whole for *_, text in found), "sources", f"{found} are no text of the prompt")

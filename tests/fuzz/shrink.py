@@ -1,4 +1,4 @@
-"""Makes a case that fails as simple as it can be and still fail in the same way."""
+"""Simplifies a case that fails, as long as it fails in the same way."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,14 +23,14 @@ ORDER = (
     *("prefill_options", "options", "indexers", "questions", "answer", "rope", "window", "softcap", "tied", "template"),
     *("tokenizer", "family"),
 )
-"""What is made simple first: what leaves most out."""
+"""Fields that are simplified first, because they leave out most."""
 
 
 def shrunk(case: Case, fails_as: Callable[[Case], str], kind: str, seconds: float) -> Case:
-    """The simplest case found within some seconds that fails as the given one.
+    """Return the simplest case, found within some seconds, that fails as the given case does.
 
     Args:
-        fails_as: runs a case and returns the kind of its failure, empty where it has none.
+        fails_as: runs a case and returns the kind of its failure; empty without a failure.
     """
     deadline, again = time.monotonic() + seconds, True
     while again:
@@ -45,7 +45,7 @@ def shrunk(case: Case, fails_as: Callable[[Case], str], kind: str, seconds: floa
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """Cases with one thing simpler, those first that leave most out."""
+    """Yield cases with one field simplified; first those that leave out most."""
     names = [*ORDER, *(one.name for one in fields(case) if one.name not in ORDER)]
     defaults = {one.name: one.default for one in fields(case)}
     for name in names:
@@ -56,7 +56,7 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 
 def _values(value: Any, default: Any) -> Iterator[Any]:
-    """The simplest first; of a list all but one of its parts."""
+    """Yield simpler values, the simplest first; for a tuple, also the tuple without one of its parts."""
     yield default
     if isinstance(value, int) and not isinstance(value, bool):
         yield from ((value + default) // 2, value - 1) if value > default else ()

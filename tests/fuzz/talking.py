@@ -1,4 +1,4 @@
-"""Deeds that talk: several turns, a talk that is saved, and threads that ask at once."""
+"""Deeds of conversations: several turns, a conversation that is saved, and threads that ask at once."""
 
 import asyncio
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ def _turns(world: World) -> int:
 
 @deed("talk", 7)
 def talk(world: World, index: OpenIndex) -> None:
-    """Each answer of a talk is plain transformers' own, after the tokens that the template has for the talk."""
+    """Check each answer of a conversation against plain transformers, after the token ids of the template's
+    conversation."""
     case = world.case
     stored = stored_rows(world.folder / "index.skv", case.layers)
     configs = [world.dense(index).config]
@@ -58,15 +59,17 @@ def _turn(world: World, index: OpenIndex, one: Conversation, number: int, stored
 
 
 def truth(world: World, index: OpenIndex, ids: torch.Tensor, stored: Rows) -> torch.Tensor:
-    """Logits of token ids that begin with an index's, after the index's."""
+    """Return the logits of token ids that begin with an index's prompt, after the prompt."""
     if world.case.prefill == "dense" and world.case.kv_dtype is None:
         return plain(world, ids)[0]
     return plain_over(world, stored, index.input_ids, ids[len(index.input_ids) :])
 
 
 def follows(world: World, ids: torch.Tensor, said: str) -> None:
-    """Token ids from an answer's end to the next answer are what the template puts there around a message; in a talk
-    without a template, the message alone."""
+    """Check token ids from an answer's end to the next answer.
+
+    They must be the template's text around a message, or in a conversation without a template the message alone.
+    """
     ours = str(world.tokenizer.decode(ids))
     if world.case.raw:
         expect(ours == said, "talk ids", f"{ours!r} says {said!r}")
@@ -83,7 +86,7 @@ def follows(world: World, ids: torch.Tensor, said: str) -> None:
 
 @deed("messages", 3, asks=False)
 def messages(world: World, index: OpenIndex) -> None:
-    """Token ids of the messages of a conversation, as a server's clients send them, are those of the template."""
+    """Check that the token ids of a conversation's messages, as a server's clients send them, are the template's."""
     case, random = world.case, Random(world.case.more)
     texts = [world.question(0)]
     for number in range(random.choice([0, 1, 1, 2])):
@@ -97,7 +100,7 @@ def messages(world: World, index: OpenIndex) -> None:
 
 
 def _talk_of(world: World, texts: Sequence[str]) -> str:
-    """The template's text of a talk about the document: answers stand where the model begins them."""
+    """Return the template's text of a conversation about the document; answers are where the model begins them."""
     if world.case.raw:
         return f"{world.document}{''.join(texts)}"
     whole = [f"{world.document}{BETWEEN}{texts[0]}", *texts[1:]]
@@ -117,7 +120,7 @@ def _talk_of(world: World, texts: Sequence[str]) -> str:
 
 @deed("saved", 6, asks=False)
 def saved(world: World, index: OpenIndex) -> None:
-    """A talk that was saved has the talk's tokens, the rows of a build of them, and goes on as the talk would."""
+    """Check that a saved conversation has the conversation's tokens, the rows of a build, and the same next answer."""
     case = world.case
     one = Conversation(index, world.dense(index).config, raw=case.raw)
     stored = stored_rows(world.folder / "index.skv", case.layers)
@@ -140,7 +143,7 @@ def saved(world: World, index: OpenIndex) -> None:
 
 @deed("threads", 3)
 def threads(world: World, index: OpenIndex) -> None:
-    """Threads that ask one asker at the same time get the answers of plain transformers, or are refused."""
+    """Check that threads that use one session at the same time get plain transformers' answers, or are refused."""
     case, checks = world.case, Checks(world, index)
     random = Random(case.more)
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(3)]
@@ -173,8 +176,10 @@ def threads(world: World, index: OpenIndex) -> None:
 
 @deed("tasks", 3)
 def tasks(world: World, index: OpenIndex) -> None:
-    """Tasks of one event loop over one asker, some of which are given up early, have the answers of plain
-    transformers; an asker of the same index beside it, too."""
+    """Check tasks of one event loop that use one session, some of which are given up early, against plain transformers.
+
+    A second session of the same index may run beside the first.
+    """
     case, checks, random = world.case, Checks(world, index), Random(world.case.more)
     asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(4)]
     askers = [world.dense(index)]

@@ -1,4 +1,4 @@
-"""Fresh cases in each run, and all that ever failed."""
+"""New random cases in each run, and all cases that ever failed."""
 
 import os
 import time
@@ -20,7 +20,7 @@ FAILED = [
 
 
 def assert_right(case: Case, told: str) -> None:
-    """Fail where a case does, with one as simple as can be found in some seconds, as a command."""
+    """Fail if a case fails, with a case as simple as can be found in some seconds, as a command."""
     found = failure(case)
     if found["kind"]:
         simple = shrunk(case, lambda one: failure(one)["kind"], found["kind"], 20)

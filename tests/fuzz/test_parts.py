@@ -1,4 +1,4 @@
-"""The fuzzer's own parts: what it draws for a GPU, which refusals it takes, and which draws."""
+"""The fuzzer's own parts: its draws for a GPU, the refusals and the sampled tokens that it accepts."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_refusal_is_due_where_the_case_makes_it_so() -> None:
 
 
 def drawn(sampling: Sampling, logits: torch.Tensor) -> list[int]:
-    """Tokens as an answer draws them."""
+    """Return tokens as an answer draws them."""
     random = torch.Generator(logits.device).manual_seed(sampling.seed)
     return [draw_tokens(row[None].clone(), sampling, [random])[0] for row in logits]
 

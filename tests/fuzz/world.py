@@ -1,4 +1,4 @@
-"""What a case is about, made: its model and tokenizer, its texts, its indices in a folder of its own."""
+"""The objects of a case: its model and tokenizer, its texts, and its indices in a folder of its own."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from .models import model_of, positions_of, tokenizer_of
 ENGLISH = "".join(letter if letter.isascii() and letter.isprintable() else " " for letter in BY_NAME)
 ACCENTS = str.maketrans({"e": "\u00e9", "o": "\u00f6"})
 EDGES = "\n ", "  "
-"""White space around a document and around a question, which in files of questions has no newline."""
+"""White space around a document and around a question; questions in files have no newline."""
 Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [Hk, N, D] of each layer that attends, by its number."""
 
@@ -46,8 +46,8 @@ class World:
     """A case's model, texts and indices.
 
     Args:
-        folder: an empty one, in which everything is written.
-        dtypes: those to which the weights are converted, one after another; empty: they stay in float32.
+        folder: an empty folder, in which everything is written.
+        dtypes: dtypes to which the weights are converted, one after another; empty: they stay in float32.
     """
 
     def __init__(self, case: Case, folder: Path, device: str, dtypes: Sequence[torch.dtype] = ()):
@@ -64,13 +64,16 @@ class World:
 
     @cached_property
     def document(self) -> str:
-        """A text of so many tokens as the case wants before a question; a token a byte."""
+        """A text with the case's number of tokens before a question; a token is a byte."""
         letters = self.case.tokens - self._head()
         return self.padded(self.some_text(letters - self.case.padded * 2 * len(EDGES[0]), self.case.text), EDGES[0])
 
     def some_text(self, letters: int, seed: int) -> str:
-        """A piece of English text of so many letters, without spaces at its ends. In a case with an encoding some are
-        beyond ASCII; then it is so many bytes of UTF-8, or one less where a letter does not fit."""
+        """Return an English text of `letters` letters, without spaces at its ends.
+
+        In a case with an encoding, some letters are beyond ASCII. Then the text has `letters` bytes of UTF-8, or one
+        less if a letter does not fit.
+        """
         start = seed * 7919 % (len(ENGLISH) - max(2000, letters))
         text = ("x" + ENGLISH[start + 1 : start + letters - 1] + "y")[: max(1, letters)]
         if self.case.encoding == UTF_8:
@@ -78,11 +81,11 @@ class World:
         return text[:-1].translate(ACCENTS).encode()[: len(text) - 1].decode(errors="ignore") + text[-1]
 
     def padded(self, text: str, edge: str) -> str:
-        """A text between edges, if the case has white space there."""
+        """Return a text between edges if the case is padded, else the text."""
         return f"{edge}{text}{edge}" if self.case.padded else text
 
     def _head(self) -> int:
-        """Tokens of the template before a user's text."""
+        """Return the number of the template's tokens before a user's text."""
         if self.case.raw:
             return 0
         user = [{"role": "user", "content": "@@@"}]
@@ -100,20 +103,21 @@ class World:
         return {*self.case.eos, *((END,) if closed else ())}
 
     def room(self, stored: int, question: int) -> int:
-        """How many tokens an answer may have after a question of `question` tokens over an index of `stored` tokens."""
+        """Return the number of tokens that an answer may have, after a question of `question` tokens over `stored`
+        tokens."""
         case = self.case
         changes = case.rope == "longrope" and stored <= case.original
         return (case.original if changes else positions_of(case)) - stored - question
 
     def question(self, number: int) -> str:
-        """The text of a question by its number."""
+        """Return the text of a question by its number."""
         length = self.case.questions[number % len(self.case.questions)]
         if length == 1:
             return "qzx"[number % 3]
         return self.padded(self.some_text(length, self.case.text + 31 * (number + 1)), EDGES[1])
 
     def whole_ids(self, question: str, document: str | None = None) -> torch.Tensor:
-        """Token ids [N] of document and question as the tokenizer and its template have them."""
+        """Return the token ids [N] of document and question, by the tokenizer and its template."""
         document = self.document if document is None else document
         if self.case.raw:
             ids = self.tokenizer(document + question).input_ids
@@ -125,11 +129,11 @@ class World:
         return torch.tensor(ids)
 
     def prompt(self, document: str | None = None) -> FixedPrompt:
-        """The fixed prompt of a document, as a build makes it."""
+        """Return the prompt of a document, as a build makes it."""
         return encode_prompt(self.tokenizer, self.document if document is None else document, raw=self.case.raw)
 
     def plan(self, document: str | None = None, **changes: Any) -> BuildPlan:
-        """The plan of a build; `changes` are its fields."""
+        """Return the plan of a build; `changes` are fields of the plan or of its config."""
         case = self.case
         plan = BuildPlan(
             loaded=self.loaded,
@@ -146,7 +150,7 @@ class World:
         return with_changes(plan, **changes)
 
     def build(self, name: str, plan: BuildPlan | None = None) -> OpenIndex:
-        """Build, or build onto, the index of a name, and open it."""
+        """Build the index of a name, or build onto it, and open it."""
         build_index(plan or self.plan(), self.folder / name)
         return self.open(name)
 
@@ -155,11 +159,11 @@ class World:
         return open_index(Artifact(self.folder / name), self.model, self.tokenizer, identify(self.loaded))
 
     def asker(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> Session:
-        """What answers as the case says, at its budget or at another."""
+        """Open a session with the case's settings, at its budget or at another."""
         return Session.open(index, self.config(index, budget, **changes))
 
     def config(self, index: OpenIndex, budget: str | None = None, **changes: Any) -> DecodeConfig:
-        """How the case's questions are decoded, at its budget or at another."""
+        """Return the decoding config of the case's questions, at its budget or at another."""
         case = replace(self.case, **changes)
         config = choose_config(
             index.artifact,
@@ -184,24 +188,24 @@ class World:
         return config
 
     def sinks(self, name: str) -> list[torch.Tensor | None]:
-        """Each layer's learned sinks [H], as an index's files have them."""
+        """Return each layer's learned sinks [H] from an index's files."""
         files = files_of(self.folder / name)
         queries = (files.get(f"queries/layer_{layer:03d}.safetensors", {}) for layer in range(self.case.layers))
         return [stored.get("sink_logits") for stored in queries]
 
     def dense(self, index: OpenIndex) -> Session:
-        """What answers by dense attention."""
+        """Open a session with dense attention."""
         return Session.open(index, choose_config(index.artifact, DENSE))
 
 
 def files_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors of an index by its logical files, read without any code of ours."""
+    """Return an index's tensors by logical file, read without any code of ours."""
     manifest = json.loads((folder / "manifest.json").read_text())
     return {name: load_file(folder / record["path"]) for name, record in manifest["files"].items()}
 
 
 def stored_rows(folder: Path, layers: int) -> Rows:
-    """Keys and values of an index as its files have them, in float32: those in 8 bits as the format defines them."""
+    """Return an index's keys and values in float32 from its files; int8 rows are dequantised as the format defines."""
     files = files_of(folder)
     names = {layer: f"context/layer_{layer:03d}.safetensors" for layer in range(layers)}
     return {layer: _meant(files[name]) for layer, name in names.items() if name in files}
