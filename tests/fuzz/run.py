@@ -51,7 +51,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; by default one per core")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs, over which workers are spread in turn")
-    parser.add_argument("--palette", type=int, help="the palette's number; by default the first seed on a GPU, else none")
+    parser.add_argument("--palette", type=int, help="number of the palette; by default the first seed on a GPU")
     parser.add_argument("--log", type=Path, help="a file to which each failure is added as a line of JSON")
     parser.add_argument("--until-failures", type=int, default=None, help="stop after this number of failures")
     parser.add_argument("--except", dest="left_out", type=Path, help="a file of seeds that are not run, one per line")
