@@ -97,7 +97,7 @@ OTHERWISE = {
     "index": "over another index",
     "code": "by another version of the method's package",
     "eos_tokens": "with other EOS tokens (the model's generation_config.json)",
-    "layer_budgets": "with other budgets of single layers (--schedule)",
+    "layer_budgets": "with other budgets of single layers (a default of `sparsekv tune`)",
 }
 """Phrases of messages about a setting that differs, by the setting's name.
 

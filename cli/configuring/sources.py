@@ -187,14 +187,16 @@ def _leave_out_unread(ctx: Any, options: dict[str, Any]) -> None:
     from sparsekv.runtime.selection.interface import methods
     from sparsekv.runtime.selection.registry import unread
 
-    chosen, asking = _named(ctx, NAMING_METHODS), _named(ctx, NAMING_METHODS[1:])
+    chosen, asking, answering = (_named(ctx, names) for names in (NAMING_METHODS, NAMING_METHODS[1:], ("method",)))
+    # Without --method, the method of the answers is not known here.
+    alone = asking - answering if answering and not ANY_METHOD & answering else set[str]()
     for option in of_file:
         names = [name for name in owners(option) & chosen or owners(option) if name in methods()]
         having = {name: methods()[name] for name in names if hasattr(methods()[name], option.name)}
         decoding = set[str]() if Own.name in asking else having.keys() - asking
         answers = ctx.command.name != "recall-report"
         why = [
-            unread(one, option.name, ctx.params, decodes=name in decoding, answers=answers)
+            unread(one, option.name, ctx.params, decodes=name in decoding, asks=name in alone, answers=answers)
             for name, one in having.items()
         ]
         if why and all(why):

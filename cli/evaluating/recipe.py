@@ -66,8 +66,8 @@ class EvalRecipe:
         reading: dict[str, type] = {**chosen}
         reading |= {f"the index of {name}": indexer for name, indexer in built.items()}
         reading |= {f"the {name} prefill": way for name, way in ways.items()}
-        reading |= {f"--question-prefill {name}": one for name, one in asking.items()}
-        refuse_unused(reading, given, decoding=() if prefill == Own.name else chosen)
+        questions = {f"--question-prefill {name}": one for name, one in asking.items()}
+        refuse_unused(reading | questions, given, decoding=() if prefill == Own.name else chosen, asking=questions)
         return cls(
             options=options,
             work=work_folder(options.document, options.data, options.work),

@@ -51,13 +51,15 @@ def choose_config(
     elsewhere = {field.name for kind in prefilling.values() for field in fields(kind)}
     is_set = any(value is not None and name not in elsewhere for name, value in parameters.items())
     if defaults is not None and method is None and budget is None and not residual and not is_set:
+        refuse_unused(prefilling, parameters, asking=prefilling)
         config = _default(artifact, defaults)
     else:
         name, kind = attention_of(artifact, method)
         if kind is Dense:
             refuse_beside_dense({"--budget": budget, "--residual": residual})
         decoding = () if prefill == Own.name else (name,)
-        refuse_unused({name: kind} | prefilling, parameters, {} if kind is Dense else methods(), decoding)
+        among = {} if kind is Dense else methods()
+        refuse_unused({name: kind} | prefilling, parameters, among, decoding, asking=prefilling)
         chosen = configure(kind, parameters)
         if isinstance(chosen, Dense):
             config = DecodeConfig(chosen)

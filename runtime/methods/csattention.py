@@ -383,7 +383,9 @@ class CSAttention(Method):
             "nearest centroid."
         },
     )
-    step: int = field(default=1, metadata={"help": "Number of consecutive generated tokens that share one selection."})
+    step: int = field(
+        default=1, metadata={"steps": True, "help": "Number of consecutive generated tokens that share one selection."}
+    )
     stream: bool = field(
         default=False,
         metadata={

@@ -46,6 +46,7 @@ def refuse_unused(
     among: Mapping[str, type] | None = None,
     decoding: Collection[str] = (),
     *,
+    asking: Collection[str] = (),
     answers: bool = True,
 ) -> None:
     """Raise UsageError for an option that the user set and that none of the chosen methods reads.
@@ -55,6 +56,7 @@ def refuse_unused(
         parameters: values of all methods' options, by field name; None: the user did not set the option.
         among: all available methods, by name. The error message names those that have the option.
         decoding: names of chosen methods that select only for decode steps, not for a question's tokens.
+        asking: names of chosen methods that select only for a question's tokens.
         answers: whether tokens are generated; False for a report on stored queries.
     """
     for name, value in parameters.items():
@@ -62,7 +64,7 @@ def refuse_unused(
             continue
         having = {of: method for of, method in chosen.items() if name in {field.name for field in fields(method)}}
         why = {
-            of: unread(method, name, parameters, decodes=of in decoding, answers=answers)
+            of: unread(method, name, parameters, decodes=of in decoding, asks=of in asking, answers=answers)
             for of, method in having.items()
         }
         option = f"--{name.replace('_', '-')}"
@@ -74,17 +76,27 @@ def refuse_unused(
             raise UsageError(f"{option} has no effect on {', '.join(why)} {next(iter(why.values()))}; leave it out")
 
 
-def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: bool, answers: bool = True) -> str:
+def unread(
+    method: type,
+    name: str,
+    parameters: Mapping[str, Any],
+    *,
+    decodes: bool,
+    asks: bool = False,
+    answers: bool = True,
+) -> str:
     """Return the reason why a method does not read its field `name`, as words for a message.
 
     The reason is empty if the method reads the field, or if the field has its default. The field's metadata has the
     conditions. `needs`: values of the method's other fields, by name; a tuple has several values, any of which will do.
     `unless`: values of other fields with which the field is not read. `joint`: the field is read only by a selection
-    that the tokens of a question or of a chunk share. `appends`: the field is read only when tokens are generated.
+    that the tokens of a question or of a chunk share. `steps`: the field is read only in decode steps. `appends`: the
+    field is read only when tokens are generated.
 
     Args:
         parameters: values of options by field name; None: the user did not set the option.
         decodes: whether the method selects only for decode steps.
+        asks: whether the method selects only for a question's tokens.
         answers: whether tokens are generated.
     """
     known = {field.name: field for field in fields(method)}
@@ -102,6 +114,8 @@ def unread(method: type, name: str, parameters: Mapping[str, Any], *, decodes: b
     for other, value in known[name].metadata.get("unless", {}).items():
         if used.get(other) == value:
             return f"with --{other.replace('_', '-')} {value}"
+    if asks and {"steps", "appends"} & known[name].metadata.keys():
+        return "in a question's prefill, which has no decode steps"
     if known[name].metadata.get("appends") and not answers:
         return "where no tokens are generated"
     return "in decode steps, each of which has one query" if decodes and known[name].metadata.get("joint") else ""

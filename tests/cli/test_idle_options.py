@@ -53,6 +53,7 @@ EVAL = ("doc.txt", "--model", "model", "--tail", "64")
 FEW = (*EVAL, "--method", "dense", "--length", "500")
 OF_ANSWERS = (("max-new-tokens", "2"), ("batch-size", "2"), ("raw", ""))
 DENSE, QA = ("--method", "dense"), ("--pairs", "pairs.jsonl")
+OF_QUESTIONS = ("--method", "window", "--prefill", "multipole")
 REFUSED = [
     ("build-index", ("doc.txt",), "include", "*.py"),
     ("build-index", ("doc.txt",), "exclude", "*.py"),
@@ -111,6 +112,10 @@ REFUSED = [
     ("generate", (*ASK, "--method", "quoka"), "prefill-queries", "2"),
     ("trace", (*ASK, "--method", "quoka"), "quoka-across", "mean"),
     ("generate", (*ASK, "--method", "snapkv", "--pool-size", "1"), "pooling", "average"),
+    ("generate", (*ASK, *OF_QUESTIONS), "stream", ""),
+    ("trace", (*ASK, *OF_QUESTIONS), "stream", ""),
+    ("eval", (*EVAL, "--method", "window", "--question-prefill", "csattention"), "step", "2"),
+    ("eval", (*EVAL, "--method", "window", "--question-prefill", "multipole"), "stream", ""),
     ("eval", (*EVAL, "--method", "quoka"), "quoka-subset", "all"),
     ("recall-report", ("--method", "quoka"), "quoka-subset", "all"),
     ("recall-report", ("--method", "sampleattention"), "prefill-queries", "2"),
@@ -128,6 +133,8 @@ REFUSED = [
     ),
 ]
 """A command, arguments with which an option has no effect, the option, and its value."""
+CONDITIONS = {"needs", "unless", "joint", "steps", "appends"}
+"""Keys of a field's metadata that say where an option of a method is not read."""
 ENCODED = [
     ("build-index", "manual.pdf", "letter.docx"),
     ("append", "manual.pdf"),
@@ -211,9 +218,7 @@ def test_each_condition_of_a_methods_option_is_tried() -> None:
     for registry in (methods(), indexers(), prefills()):
         for one in registry.values():
             fields = one.__dataclass_fields__.values()
-            assert {
-                field.name for field in fields if {"needs", "unless", "joint", "appends"} & field.metadata.keys()
-            } <= tried
+            assert {field.name for field in fields if CONDITIONS & field.metadata.keys()} <= tried
 
 
 @pytest.mark.parametrize(("command", "given", "option", "value"), REFUSED)

@@ -144,6 +144,35 @@ def test_an_option_of_a_method_that_was_not_chosen_is_left_out(tuned: Path) -> N
     assert answer("--method", "multipole", "--lookup", "flat")[0] == "multipole"
 
 
+def test_an_option_of_decode_steps_is_left_out_where_its_method_only_prefills_questions(tuned: Path) -> None:
+    Path("sparsekv.toml").write_text("[generate]\nstream = true\nbuffer = 9\n")
+    prefilling = ("--prefill", "multipole")
+    assert answer("--method", "quest", *prefilling) == ("quest", 0.1)
+    assert answer("--method", "multipole", *prefilling)[0] == "multipole"
+
+
+def test_options_that_the_prefill_does_not_read_are_refused_beside_a_default_of_tune(tuned: Path) -> None:
+    unread = ("--prefill", "snapkv", "--pool-size", "1", "--pooling", "average")
+    fails(2, *ASK, *unread, says=("--pooling has no effect on --prefill snapkv with --pool-size 1",))
+    told = "--stream has no effect on --prefill multipole in a question's prefill"
+    fails(2, *ASK, "--prefill", "multipole", "--stream", says=(told,))
+    assert answer("--prefill", "snapkv", "--pool-size", "1") == ("squeezed", 0.25)
+
+
+def test_answers_by_other_budgets_of_single_layers_are_not_taken_over(tuned: Path) -> None:
+    manifest = read_manifest(Path("doc.skv"))
+    assert manifest.defaults is not None
+    budgets = {layer: 0.2 + 0.1 * place for place, layer in enumerate(manifest.indexed_layers)}
+    of_layers = manifest.defaults.model_copy(update={"layer_budgets": budgets})
+    write_defaults(Path("doc.skv"), manifest, of_layers)
+    Path("questions.txt").write_text("Why?\n")
+    batch = ("generate", "--batch-file", "questions.txt", "--json", "--max-new-tokens", "1", "-q")
+    resuming = (*batch, "--resume", "answers.jsonl")
+    assert run_here(*resuming).code == 0
+    told = "line 1 was answered with other budgets of single layers (a default of `sparsekv tune`); give the settings"
+    fails(2, *resuming, "--method", "squeezed", "--budget", "25%", says=(told,))
+
+
 def test_an_option_of_any_method_counts_with_the_method_auto(tuned: Path) -> None:
     Path("sparsekv.toml").write_text('[generate]\nlookup = "flat"\n')
     outcome = run_here(*ASK, "--method", "auto")
