@@ -56,9 +56,9 @@ def append(
     In most cases, only the last tokens of the old document and the new tokens are prefilled. The old index stays in
     place until the longer index is complete, and an interrupted run continues where it stopped when the same command
     runs again. A text that was appended before (same sha256) is not appended again, so repeating a command is safe.
-    Squeezed and h2o cannot append tokens to what they have built, nor can a method that an earlier version of sparsekv
-    built in another way, nor any method if the model's RoPE depends on the prompt's length. If the index has such a
-    method, the command stops before any work unless --rebuild is given.
+    Some methods cannot append tokens to what they have built: squeezed, h2o, a method that an earlier version of
+    sparsekv built in another way, and all methods if the model's RoPE depends on the prompt's length. If the index has
+    such a method, the command stops before any work unless --rebuild is given.
 
     \b
     sparsekv append --index manual.skv chapter2.txt
@@ -118,7 +118,7 @@ def append(
 
 
 def _refuse_other_reading(artifact: Artifact, there: AdditionRecord, record: AdditionRecord) -> None:
-    """Raise UsageError if a text's special tokens kept their meaning in only one of two additions of the text."""
+    """Raise UsageError if only one of two additions of the same text let its special tokens keep their meaning."""
     if None in (there.special_tokens, record.special_tokens) or there.special_tokens == record.special_tokens:
         return
     read, option = ("with their meaning", "give") if there.special_tokens else ("as plain text", "leave out")

@@ -111,8 +111,8 @@ def bench(options: BenchOptions) -> None:
               cannot be captured, because the method waits for the GPU.
               wall clock: on a CPU.
 
-    With --shared a step is of --batch questions over one document, as in `generate --batch-file`: each question attends
-    to the tokens that any of them selects. Dense attention, too, reads the document once for all questions.
+    With --shared, a step serves --batch questions over one document, as in `generate --batch-file`: each question
+    attends to the tokens that any of them selects. Dense attention, too, reads the document once for all questions.
 
     \b
     sparsekv bench
@@ -180,9 +180,9 @@ def _source(options: BenchOptions, where: torch.device) -> Source:
 
 
 def _about(options: BenchOptions, timer: Timer, timed: Timed, where: torch.device) -> dict[str, Any]:
-    """Return what is shown with the results.
+    """Return facts that are shown with the results, by name.
 
-    This is the machine, the settings of the measurement, the bandwidth of a copy, and why steps are missing.
+    They are the machine, the settings of the measurement, the bandwidth of a copy, and why steps are missing.
     """
     return {
         "machine": machine(where),

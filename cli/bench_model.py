@@ -102,8 +102,8 @@ def bench_model(options: BenchModelOptions) -> None:
     with the keys and values of a few layers. All of these steps run once for each of several --weights; speed-ups are
     over dense attention with the same weights.
 
-    With --shared a step is of --batch questions over one document, as in `generate --batch-file`. The synthetic queries
-    of all questions have a part in common, as the queries of a trained model have.
+    With --shared, a step serves --batch questions over one document, as in `generate --batch-file`. The synthetic
+    queries of all questions have a part in common, as the queries of a trained model have.
 
     \b
     sparsekv bench-model

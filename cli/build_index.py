@@ -215,11 +215,10 @@ class BuildOptions:
         )
 
     def check_files(self, names: Collection[str]) -> None:
-        """Raise UsageError for --as-one with --ray, and for --include, --exclude or --order without effect if they are
-        on the command line.
+        """Raise UsageError for --as-one with --ray, and for a typed --include, --exclude or --order without effect.
 
-        --include and --exclude need a folder or a pattern among the documents. --order needs one too, or --as-one. An
-        --encoding without effect is noted.
+        --include and --exclude need a folder or a pattern among the documents. --order needs one too, or --as-one. For
+        an --encoding without effect, a note is printed.
 
         Args:
             names: the files, folders and patterns that the user named.
@@ -264,18 +263,18 @@ def build_index(options: BuildOptions) -> None:
 
     An interrupted build continues where it stopped when the same command runs again. If the folder holds the index of
     an earlier version of DOC, the unchanged beginning is not prefilled again, and that index's methods are rebuilt
-    together with those named here. Without --force, the command fails if the folder holds an index for another model,
-    of another document, or with appended text that DOC lacks, and if a sparse prefill would replace a dense one. An
-    index is of another document if DOC has less than a third of the index's passages and is not the beginning of the
-    index's text. If DOC is itself an index, methods are added to it from its own tokens, even if its text is gone or
-    text was appended.
+    together with the methods named here. Without --force, the command fails if the folder holds an index for another
+    model, of another document, or with appended text that DOC lacks, and if a sparse prefill would replace a dense one.
+    An index counts as one of another document if DOC has less than a third of its passages and is not the beginning of
+    its text. If DOC is itself an index, methods are added to it from its own tokens, even if its text is gone or text
+    was appended.
 
     A folder is one document: its files, ordered by path (--order), each under a line with its path. Text of PDF, DOCX
     and HTML files is extracted. Hidden files, links, files that a .gitignore names and files without text are left out
     and counted.
 
-    Of several documents each has an index of its own, and the model is loaded once. A document that cannot be indexed
-    is reported at the end, with exit code 1, and the other indices are built all the same. With --as-one all DOC are
+    Each of several documents gets an index of its own, and the model is loaded once. A document that cannot be indexed
+    is reported at the end, with exit code 1, and the other indices are built all the same. With --as-one, all DOC are
     one document.
 
     \b

@@ -152,10 +152,10 @@ class ReportOptions:
             raise UsageError("--special-tokens has no effect without --queries; leave it out")
 
     def refuse_idle(self, compared: list[MethodSpec]) -> None:
-        """Raise UsageError for --residual and --guard on the command line, if no method has another variant by it.
+        """Raise UsageError if --residual or --guard is on the command line and changes none of the methods.
 
         Args:
-            compared: all variants of the methods, with a residual too where it makes a difference.
+            compared: all variants of the methods, also with a residual where that makes a difference.
         """
         names = dict.fromkeys(one.name for one in compared)
         if on_command_line(self.ctx, "residual") and not any(one.residual for one in compared):
@@ -197,8 +197,8 @@ def recall_report(options: ReportOptions) -> None:
     """Compare methods and budgets by how much of dense attention they keep.
 
     The table has a row for each variant of each method at each budget, with means over queries, layers and KV heads.
-    Sinks and tail are always attended; the columns are about the document's tokens between them. The oracle selects the
-    tokens of highest exact attention at the same budget.
+    Sinks and tail are always attended to; the columns are about the document's tokens between them. The oracle selects
+    the tokens of highest exact attention at the same budget.
 
     \b
     selected_tokens   Tokens that the method selected.

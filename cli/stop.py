@@ -13,7 +13,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(cls=Command)
 def stop(quiet: QuietOption = False) -> None:
-    """End the server of `sparsekv start`. Commands that run in its forks go on to their ends.
+    """End the server that `sparsekv start` has started. Commands that run in its forks are completed.
 
     The exit code is 0, also if no server is running.
 

@@ -35,7 +35,10 @@ if TYPE_CHECKING:  # the modules import transformers, for which --help does not 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 NOT_OF_THE_ANSWER = ("index", "prompt_file", "output", "truth", "without", "as_json", "quiet")
-"""Parameters that the page's command without a passage has of its own, or that do not change the answer."""
+"""Parameters that are left out of the options stored in a trace.
+
+They do not change the answer, or the page sets them itself in its command to answer without a passage.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ from sparsekv.runtime.tuning.tuning import tune as find
 
 
 def cost_ahead(artifact: Artifact, goal: Goal, names: list[str]) -> str:
-    """Return a line with the numbers of variants, methods and layers that a search will measure.
+    """Return a line with the numbers of variants, methods and layers that a search will measure, and its duration.
 
     Raises the errors of `candidates`.
     """
@@ -61,19 +61,19 @@ class Rounds:
 
     Args:
         show: shows a round's progress.
-        begin: called just before the first round is shown. The goal's model is loaded by then, which could have failed.
+        begin: called just before the first round is shown. Errors of loading the goal's model come before this call.
     """
 
     def __init__(self, show: Progress, begin: Callable[[], None]):
         self._show, self._begin, self._stages, self._began = show, begin, set[str](), 0.0
 
-    def show(self, stage: str, done: int, of: int) -> None:
-        """Show a round's progress."""
+    def show(self, stage: str, done: int, total: int) -> None:
+        """Show that `done` of `total` steps of a round, the `stage`, are done."""
         if not self._stages:
             self._begin()
             self._began = time.monotonic()
         self._stages.add(stage)
-        self._show(stage, done, of)
+        self._show(stage, done, total)
 
     def taken(self) -> str:
         """Return a line with the number of rounds and their time."""
@@ -103,8 +103,10 @@ def least_error(tuned: list[Tuned], before: Tuned | None) -> Tuned:
 
 
 def error_ratio(tuned: list[Tuned], before: Tuned | None) -> float | None:
-    """Return the error of the cheapest setting, divided by the least error. None if no setting meets the target, or if
-    the least error is 0."""
+    """Return the error of the cheapest setting divided by the least error of a setting that meets the target.
+
+    None if no setting meets the target, or if the least error is 0.
+    """
     if not tuned[0].holds:
         return None
     least = least_error(tuned, before).error
@@ -268,9 +270,9 @@ class TuneOptions:
         return [target for target in given if target is not None]
 
     def check(self) -> None:
-        """Raise UsageError unless exactly one target is given, and for another --cheapest than those in CHEAPEST.
+        """Raise UsageError unless exactly one target is given, and for an unknown value of --cheapest.
 
-        Also for options that exclude each other, and for options of the model without --target-perplexity.
+        Also raise it for options that exclude each other, and for options of the model without --target-perplexity.
         """
         self.format.check()
         if len(self.targets) != 1:

@@ -64,7 +64,7 @@ class Limits:
 
 
 class Api:
-    """The endpoints.
+    """The endpoints of the HTTP API: for each path a method that answers a request.
 
     `draining` is set when the server shuts down. Requests for answers are then refused.
 

@@ -67,7 +67,7 @@ def failure(error: SparsekvError) -> ApiError:
 
 
 UNSUPPORTED = "unsupported"
-"""Marks a field of OpenAI's API that may only have the value that has no effect."""
+"""Marks a field of OpenAI's API that is not supported: only the value without effect is accepted."""
 
 
 _REMEDIES = {

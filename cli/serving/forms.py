@@ -71,8 +71,10 @@ class About:
         )
 
     def details(self, each: Sequence[Usage]) -> Details:
-        """Return method, budget, the KV fraction of the answers' mean step, and their mean missed mass, with sources if
-        asked."""
+        """Return the method, the budget, the KV fraction of the answers' mean step, and their mean missed mass.
+
+        If the request asks for sources, also return the answers' sources.
+        """
         steps = [one.steps for one in each]
         read = fmean([one.kv_fraction for one in each], steps if any(steps) else None)
         config, sources = self.config, sources_of(each) if self.with_sources else None
@@ -151,7 +153,7 @@ class Form(Protocol):
         """Yield the first events of a choice in a stream."""
 
     def event(self, choice: int, piece: Piece) -> Iterator[Sent]:
-        """Yield the events of a piece of a choice."""
+        """Yield the events that send the next piece of a choice."""
 
     def closing(self, each: Sequence[Usage]) -> Iterator[Sent]:
         """Yield the last events of a stream."""
@@ -220,8 +222,10 @@ class TokenOffsets:
         """Number of characters before the tokens that wait in the decoder."""
 
     def put(self, tokens: Sequence[int]) -> list[int]:
-        """Return, for each of the next tokens, the number of characters before it or before the character that it
-        continues."""
+        """Return the position in the text, in characters, of each of the next tokens.
+
+        A token that continues a character has the position of that character.
+        """
         waiting = len(self._decoder.waiting)
         texts = self._decoder.put(tokens)
         starts = list(accumulate(map(len, texts), initial=self._characters))

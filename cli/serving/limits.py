@@ -17,7 +17,10 @@ from sparsekv.formats.errors import UsageError, reason_of
 BODY_SECONDS = 30.0
 """Seconds within which a request's body must arrive."""
 DISCARDED = 16
-"""Multiple of the maximum body size that is read and discarded, so that a client that still sends gets the error."""
+"""Of a body that is too large, at most this multiple of the maximum size is read and discarded.
+
+A client that still sends its body would otherwise not get the error.
+"""
 OPEN_PATHS = ("/health",)
 """Paths that need no key."""
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(:[0-9]{1,5})?")
@@ -108,11 +111,12 @@ def host_name(header: str) -> str:
     return header.partition(":")[0].lower()
 
 
-async def read_body(request: Request, most: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes:
     """Return a request's body.
 
     Raises:
-        ApiError: the body is not sent as JSON (415), is too large (413), or does not arrive in time (408).
+        ApiError: the body is not sent as JSON (415), has more than `limit` bytes (413), or does not arrive in time
+            (408).
         ClientDisconnect: the client has disconnected.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -121,21 +125,21 @@ async def read_body(request: Request, most: int) -> bytes:
         raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await _limited(request, most)
+            return await _limited(request, limit)
     except TimeoutError:
         told = f"the body did not arrive within {BODY_SECONDS:.0f} s"
         raise ApiError(408, told, headers={"Connection": "close"}) from None
 
 
-async def _limited(request: Request, most: int) -> bytes:
+async def _limited(request: Request, limit: int) -> bytes:
     body, seen = bytearray(), 0
     async for part in request.stream():
         seen += len(part)
-        if seen <= most:
+        if seen <= limit:
             body += part
-        elif seen > DISCARDED * most:
+        elif seen > DISCARDED * limit:
             break
-    if seen > most:
-        told = f"the body is larger than {most:,} bytes; ask a shorter question"
+    if seen > limit:
+        told = f"the body is larger than {limit:,} bytes; ask a shorter question"
         raise ApiError(413, told, code="body_too_large", headers={"Connection": "close"})
     return bytes(body)

@@ -17,7 +17,7 @@ from sparsekv.cli.common.options import (
 )
 from sparsekv.formats.index.schema import AUTO
 
-WHO, AT_ONCE, UNSAID = "Who may ask", "How much at once", "Answers to requests that do not say"
+WHO, AT_ONCE, UNSAID = "Who may ask", "How much at once", "Defaults for requests that do not set them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class ServeOptions:
             "--batch-size",
             "--slots",
             min=1,
-            help="Most requests that are answered together over one index with one method and budget.",
+            help="Maximum number of requests that are answered together over one index with one method and budget.",
             rich_help_panel=AT_ONCE,
         ),
     ] = 16
@@ -125,9 +125,9 @@ class ServeOptions:
             min=0,
             metavar="GIB",
             help=(
-                "Memory for the keys and values of documents. Above this limit, the idle index that was asked "
-                "longest ago is closed; the next request for it opens it again. Default: half of the free "
-                "memory, that of the GPU if there is one and --placement is device."
+                "Memory for the keys and values of documents. Above this limit, the idle index whose last request "
+                "is the oldest is closed; the next request for it opens it again. Default: half of the free memory, "
+                "that of the GPU if there is one and --placement is device."
             ),
             rich_help_panel=AT_ONCE,
         ),
@@ -136,17 +136,17 @@ class ServeOptions:
         str | None,
         typer.Option(
             help="Method that selects the tokens to attend to, `dense`, or `auto`: the default method, but dense "
-            "attention in steps of so many answers that it is faster. auto times steps when an index is opened, and "
-            "keeps the times. Default: what `tune` found, or the index's first. On a GPU the default is auto, unless "
-            "--budget, --prefill or --placement is given.",
+            "attention in steps that serve so many answers that it is faster. auto times steps when an index is "
+            "opened, and keeps the times. Default: the method that `tune` found, or the index's first method. On a GPU "
+            "the default is auto, unless --budget, --prefill or --placement is given.",
             rich_help_panel=UNSAID,
         ),
     ] = None
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: what `tune` found, or "
-            "the method's own.",
+            help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: the budget that `tune` "
+            "found, or the method's own.",
             rich_help_panel=ATTENDED,
         ),
     ] = None

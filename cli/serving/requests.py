@@ -89,7 +89,7 @@ class TextFormat(Body):
 
 
 class Asked(Body):
-    """Fields of chat completions and of text completions."""
+    """Fields that requests for chat completions and for text completions have in common."""
 
     model: Annotated[str, Field(max_length=256)]
     stream: bool | None = None
@@ -340,7 +340,7 @@ def description(*, with_key: bool) -> dict[str, Any]:
 
 
 def _asked(body: type[BaseModel], answer: type[BaseModel], event: type[BaseModel], told: str) -> dict[str, Any]:
-    """Describe a path of completions."""
+    """Return the OpenAPI description of an endpoint that answers questions, whole or as a stream of events."""
     either = {"anyOf": [_reference(event), _reference(ErrorAnswer)]}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
     events = {
@@ -354,13 +354,13 @@ def _asked(body: type[BaseModel], answer: type[BaseModel], event: type[BaseModel
 
 
 def _posted(body: type[BaseModel], content: dict[str, Any], told: str, errors: dict[str, str]) -> dict[str, Any]:
-    """Describe a path with a POST request. `errors` has the descriptions of errors by status."""
+    """Return the OpenAPI description of a path with a POST request. `errors` describes errors by status."""
     asked = {"required": True, "content": _json(body)}
     return {"post": {"requestBody": asked, **_answered(told, content, errors)}}
 
 
 def _read(told: str, content: dict[str, Any], errors: dict[str, str]) -> dict[str, Any]:
-    """Describe a path with a GET request. `errors` has the descriptions of errors by status."""
+    """Return the OpenAPI description of a path with a GET request. `errors` describes errors by status."""
     return {"get": _answered(told, content, errors)}
 
 
@@ -371,7 +371,7 @@ def _answered(told: str, content: dict[str, Any], errors: dict[str, str]) -> dic
 
 
 def _in_path(name: str) -> list[dict[str, Any]]:
-    """Describe the parameter `name` in a path."""
+    """Return the OpenAPI description of the parameter `name` in a path."""
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
 
 

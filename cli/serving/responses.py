@@ -62,9 +62,12 @@ class Gauge(Sent):
 
 
 class SourceSent(Sent):
-    """A passage of the document that an answer attended to: the answer's `index` among the choices, file, first and
-    last line, page of a PDF, tokens [start, stop) of the stored prompt, text, and `score`, the passage's share of the
-    retrieval heads' attention."""
+    """A passage of the document that an answer attended to.
+
+    `index` is the answer's index among the choices. `lines` are the passage's first and last line in the file, `page`
+    is its page of a PDF, and `tokens` are its tokens [start, stop) of the stored prompt. `score` is the passage's share
+    of the retrieval heads' attention.
+    """
 
     index: int
     path: str
@@ -78,7 +81,7 @@ class SourceSent(Sent):
 class Details(Sent):
     """Method and budget of the answers. kv_fraction is the mean share of the document's keys and values read.
 
-    With dense_from, steps of at least so many answers attended densely.
+    Decode steps that at least `dense_from` answers shared attended densely.
     """
 
     OMITTED = ("dense_from", "gauge", "sources")
@@ -174,8 +177,11 @@ class ChatCompletionChunk(Sent):
 
 
 class TextLogprobs(Sent):
-    """Log-probabilities of a completion's tokens. `text_offset` has their positions in the answer, in characters. If
-    several tokens in `top_logprobs` have the same text, all but the likeliest are named as in the vocabulary."""
+    """Log-probabilities of a completion's tokens.
+
+    `text_offset` has the tokens' positions in the answer, in characters. If several tokens in `top_logprobs` have the
+    same text, all but the likeliest are named as in the vocabulary.
+    """
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -208,7 +214,7 @@ class Completion(Sent):
 
 class ModelDetails(Sent):
     """Details of an index: the model that answers, the number of tokens of the document, the methods that can answer,
-    and the default method and budget. With dense_from, steps of at least so many answers attend densely."""
+    and the default method and budget. Decode steps that at least `dense_from` answers share attend densely."""
 
     OMITTED = ("dense_from",)
 

@@ -318,7 +318,7 @@ def _by_time(
 ) -> DecodeConfig:
     """Return the config of requests that set no method, budget or prefill: the config of `_by_method`, or a faster one.
 
-    `alone` is a context in which nothing else uses the device; None: nothing does. Raises the errors of
+    `alone` is a context in which nothing else uses the device; None: nothing else uses it anyway. Raises the errors of
     `take_faster_for_numbers`.
     """
     by_default = options.attends_by_default and choose_device(options.device).type == "cuda"

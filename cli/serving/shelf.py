@@ -115,8 +115,8 @@ class Served:
     """An open index, and the config of requests that name no method, budget or prefill.
 
     Attributes:
-        by_method: the config of requests that name no method, but need one, if `config` is dense attention because that
-            is faster; otherwise `config`.
+        by_method: the config of requests that need a method but name none. It differs from `config` if `config` is
+            dense attention because that is faster.
         budget: the budget of the command line, used with every method but `dense`; None: the default budget of each
             method.
     """
@@ -369,8 +369,8 @@ def config_of(
 ) -> DecodeConfig:
     """Return the config of a request. An argument is None if the request does not set it.
 
-    Dense attention does not use the method that `--prefill` of the server names. Where the server takes dense attention
-    because it is faster, a budget, a gauge or a method in `prefill` still needs the method.
+    Dense attention does not use the method that `--prefill` of the server names. If the server has chosen dense
+    attention because it is faster, a request with a budget, a gauge or a method in `prefill` gets the default method.
 
     Args:
         gauge: whether the request needs a method that estimates its missed mass. The config does not measure it yet.

@@ -60,8 +60,8 @@ def test_the_legend_explains_odd_rows_where_they_are_there_alone(place: Path) ->
         "oracle": "known in hindsight",
         "window": "so it has a star whatever its error",
         "quoka": "reads every key to choose",
-        "sampleattention": "chooses what the oracle does",
-        "tidaldecode": "selects more than the budget",
+        "sampleattention": "chooses the oracle's tokens",
+        "tidaldecode": "because some of its layers attend to all tokens",
         "squeezed": "missed estimate: a step's own estimate of missed",
     }
     for name in told:
@@ -74,7 +74,7 @@ def test_the_legend_explains_odd_rows_where_they_are_there_alone(place: Path) ->
 def test_a_budget_of_everything_makes_no_method_rank_by_exact_attention(place: Path) -> None:
     legend = run_here("recall-report", "--method", "quoka", "--budget", "100%", "-q").stdout.partition("*: on the")[2]
     assert "reads every key to choose" in legend
-    assert "chooses what the oracle does" not in legend
+    assert "chooses the oracle's tokens" not in legend
 
 
 def test_all_methods_are_drawn_on_a_slide(place: Path) -> None:
