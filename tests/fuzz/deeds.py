@@ -44,6 +44,7 @@ from . import (  # noqa: E402
     files,  # noqa: F401
     gauging,  # noqa: F401
     halving,  # noqa: F401
+    masking,  # noqa: F401
     printed,  # noqa: F401
     reporting,  # noqa: F401
     resuming,  # noqa: F401

@@ -61,6 +61,15 @@ FAULTS = (
         ),
         "choices",
     ),
+    Fault(
+        "weights of sampled tokens are ignored",
+        Patch(
+            "runtime/attention/executors.py",
+            "Segment(self.keys, self.values, valid, self.log_weights)",
+            "Segment(self.keys, self.values, valid)",
+        ),
+        "masked",
+    ),
     Fault("attention ignores the model's soft cap", Patch(HOOK, 'kwargs.get("softcap"),', "None,")),
     Fault(
         "dense layers choose as the others", Patch(LAYERS, "if layer < self.config.dense_layers and", "if False and")

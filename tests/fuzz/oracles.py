@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,9 +125,23 @@ def plain(world: World, ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
     return logits[0], found
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a layer's tokens [T] attend to: a mask [Hq, T, N + T + C], and C keys and values [Hk, C, D] behind all, if
+    there are any."""
+
+    mask: torch.Tensor
+    further: tuple[torch.Tensor, ...]
+
+
 @torch.inference_mode()
 def plain_over(
-    world: World, rows: Rows, before: torch.Tensor, ids: torch.Tensor, hidden: dict[int, torch.Tensor] | None = None
+    world: World,
+    rows: Rows,
+    before: torch.Tensor,
+    ids: torch.Tensor,
+    hidden: dict[int, torch.Tensor] | None = None,
+    seen: dict[int, Seen] | None = None,
 ) -> torch.Tensor:
     """Return the logits [T, vocabulary] of one plain pass over token ids [T] that follow rows [Hk, N, D] of `before`.
 
@@ -134,6 +149,7 @@ def plain_over(
 
     Args:
         hidden: by layer, [N] bool, the rows that the layer does not attend to.
+        seen: by layer, what it attends to instead of all that is before a token.
     """
     device, stored = world.model.device, len(before)
 
@@ -144,6 +160,14 @@ def plain_over(
                 for given, own in zip(rows[layer], (keys, values), strict=True)
             )
             keys, values = (torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))
+        if seen is not None and layer in seen:
+            if further := seen[layer].further:
+                more = (
+                    given[None, ..., : own.shape[-1]].to(own)
+                    for given, own in zip(further, (keys, values), strict=True)
+                )
+                keys, values = (torch.cat(pair, 2) for pair in zip((keys, values), more, strict=True))
+            return keys, values, seen[layer].mask[None].to(keys)
         if hidden is None or layer not in hidden:
             return keys, values, mask
         shown = torch.cat([~hidden[layer], torch.ones(keys.shape[2] - stored, dtype=torch.bool)]).to(device)
