@@ -61,7 +61,7 @@ THINKING = CHAT_TEMPLATE.replace("message['content'] }}<", "message['content'].s
     [
         (CHAT_TEMPLATE, "<think>\nHm.\n</think>\n\nBecause. \n", ""),
         (THINKING, "Because.", ""),
-        (THINKING, "<think>\nHm.\n</think>\n\nBecause.", "in part, as without reasoning; here they stay whole"),
+        (THINKING, "<think>\nHm.\n</think>\n\nBecause.", "such as reasoning; here they stay whole"),
         ("{% if messages[1:] %}{{ raise_exception('') }}{% endif %}" + CHAT_TEMPLATE, "a", "allows one question"),
         ("{{ messages[0]['content'] }}", "Because.", "allows one question"),
     ],
