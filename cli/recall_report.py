@@ -248,7 +248,7 @@ def recall_report(options: ReportOptions) -> None:
     compared = [form for name in names for form in forms(artifact, name, configured.get(name), residual=True)]
     options.refuse_idle(compared)
     residual = options.residual and any(one.residual for one in compared)
-    # A default of the project that changes none of these methods is left out.
+    # A --guard of sparsekv.toml that changes none of these methods is ignored.
     guard = None if options.guard is None or not options.guarded(compared) else Guard(options.guard)
     if residual:
         residual_source(artifact)

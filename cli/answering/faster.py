@@ -44,7 +44,7 @@ def take_faster_for_numbers(
     alone: AbstractContextManager[object] | None = None,
     quiet: bool,
 ) -> DecodeConfig:
-    """Return a config with the number of answers from which on a decode step that they share uses dense attention.
+    """Return the config with `dense_from` set: a decode step shared by at least this many answers attends densely.
 
     Prints a note with each choice and the measured times.
 

@@ -12,7 +12,10 @@ from sparsekv.runtime.decoding.choose_config import idle_budget
 from sparsekv.runtime.selection.interface import MethodSpec
 
 DRAFTING = ("method", "budget", "schedule", "residual", "dense_layers")
-"""Parameters of `generate` that, besides the methods' options, only decide the drafts of --lossless."""
+"""Parameters of `generate` that determine only the drafts with --lossless, not the answer.
+
+The methods' own options do so, too.
+"""
 
 
 def note_idle_method(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:

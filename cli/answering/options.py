@@ -597,7 +597,7 @@ class GenerateOptions:
 
     @property
     def encoding(self) -> dict[str, bool]:
-        """How a question becomes token ids, as keyword arguments of `question_ids`."""
+        """Keyword arguments of `question_ids`, which determine how a question becomes token ids."""
         return {"raw": self.raw, "special_tokens": self.special_tokens}
 
     def check(self, artifact: Artifact) -> None:

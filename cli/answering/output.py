@@ -59,7 +59,7 @@ def _same(found: Any, value: Any) -> bool:
 
 
 def _differing(name: str, found: Any, value: Any) -> str:
-    """Describe the options of a stored setting that differ from the requested ones, as a user types them.
+    """Return the options of a stored setting that differ from the requested ones, as a user types them.
 
     A setting with several parameters has an option for each of them.
     """
@@ -430,7 +430,7 @@ def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **
 
 
 def _in_words(asking: Dense | Own | QuestionPrefill) -> str:
-    """Describe the attention of a question's tokens: `dense`, `own`, or a method's name, budget and parameters.
+    """Return the attention of a question's tokens as text: `dense`, `own`, or a method's name, budget and parameters.
 
     For a method, the text also has the number of the question's tokens that share a selection.
     """

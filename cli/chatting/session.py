@@ -137,7 +137,7 @@ class Chat:
 
 
 def describe(config: DecodeConfig) -> str:
-    """Describe the method and the budget of a config, or dense attention, in a few words."""
+    """Return a few words about a config: its method and budget, or dense attention."""
     if isinstance(config.attention, Dense):
         return "dense attention to all of the document"
     attention, budget = config.attention, config.budget.value

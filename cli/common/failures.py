@@ -218,7 +218,7 @@ _DEVICE = ("CUDA error", "CUDA out of memory", "cuBLAS", "CUBLAS_STATUS", "cuDNN
 
 
 def describe(error: BaseException, command: str) -> str:
-    """Describe an error in one line: what failed, and what to do.
+    """Return one line about an error: what failed, and what to do.
 
     Args:
         command: name of the command that failed; empty if none was called.

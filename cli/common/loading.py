@@ -105,10 +105,13 @@ def load_for(
     ranks: "Ranks | None" = None,
     early: EarlyReading | None = None,
 ) -> OpenIndex:
-    """Open an index with a model. Raises the errors of `load_and_open`, and UsageError if `name` is that of a method.
+    """Load a model and open an index with it. Messages of transformers are hidden, and progress goes to stderr.
+
+    Raises the errors of `load_and_open`, and UsageError if `name` is that of a method.
 
     Args:
-        weights, hold, loaded_in, ranks, early: as in `load_and_open`.
+        name: the model; None: the model that built the index.
+        weights, hold, loaded_in, ranks, early: passed to `load_and_open`.
     """
     transformers.logging.set_verbosity_error()
     _refuse_method(name)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the modules import transformers, which recall-report does n
 
 
 def stored_line(manifest: Manifest) -> str | None:
-    """Describe the error that int8 keys and values cause in dense attention's output.
+    """Return a line with the error that int8 keys and values cause in dense attention's output.
 
     If the error was measured on an earlier text, the line also has the number of that text's tokens. None if keys and
     values are stored in the index's dtype.

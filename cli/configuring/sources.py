@@ -157,7 +157,7 @@ def _leave_out_excluded(ctx: Any, options: dict[str, Any]) -> None:
 
 
 def _counts_later(ctx: Any, option: str) -> bool:
-    """Whether the option counts when a user of a chat switches the method, or a request to a server names a method.
+    """Whether an option's value is used later, when a user of a chat switches the method or a request names a method.
 
     A chat that begins with dense attention refuses a `prefill` that names a method.
     """

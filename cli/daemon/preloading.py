@@ -76,7 +76,7 @@ class Preloaded:
         from sparsekv.formats.models.load import kept_models
         from sparsekv.runtime.decoding.threads import restart_meter
 
-        # Before other threads start, because torch renews its pool of threads at the first such call after a fork.
+        # This call comes before other threads start: the first such call after a fork renews torch's pool of threads.
         torch.set_num_threads(self.threads)
         torch.zeros(PARALLEL).add_(1)  # starts OpenMP's threads
         restart_meter()  # a later command reads how busy the cores have been since this call

@@ -307,7 +307,7 @@ class _Server:
         return float(_TIME.unpack(begun)[0]) + self.idle
 
     def status(self) -> dict[str, Any]:
-        """Describe the server for `start --status`."""
+        """Return the facts about the server that `start --status` shows."""
         return {
             "pid": self.pid,
             "began": self.began,

@@ -127,8 +127,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
 
 
 def _files(inspection: dict[str, Any]) -> str:
-    """Describe the number of a document's files, their order, and the largest of them with their tokens, in one
-    line."""
+    """Return a line with the number of a document's files, their order, and the largest files with their tokens."""
     files, history = inspection["files"], inspection["file_history"]
     by_tokens = sorted(files, key=lambda file: file["start"] - file["stop"])[:FILES_SHOWN]
     named = ", ".join(f"{file['path']} {file['stop'] - file['start']:,}{' (cut)' * file['cut']}" for file in by_tokens)
@@ -137,7 +136,7 @@ def _files(inspection: dict[str, Any]) -> str:
 
 
 def _cut(inspection: dict[str, Any]) -> str:
-    """Describe where a document was cut, and which of its files are cut or missing, in one line."""
+    """Return a line that says where a document was cut, and which of its files are cut or missing."""
     behind = inspection["files_behind"]
     parts = [f"after {inspection['cut_after']:,} tokens of the document (--max-tokens)"]
     parts += [f"{file['path']} goes on" for file in inspection["files"] or () if file["cut"]]
@@ -148,14 +147,14 @@ def _cut(inspection: dict[str, Any]) -> str:
 
 
 def _states(inspection: dict[str, Any]) -> str:
-    """Describe, in one line, after how many tokens the layers' states are stored, and the size of each stored state."""
+    """Return a line with the numbers of tokens after which the layers' states are stored, and each state's size."""
     places = inspection["states"]
     each = inspection["bytes"]["states"] / len(places) / 1e6
     return f"{each:,.2f} MB after each of {', '.join(f'{tokens:,}' for tokens in places)} tokens"
 
 
 def _storage(storage: dict[str, Any], layers: list[int]) -> str:
-    """Describe, in one line, the int8 storage of keys and values: the mean error, and the worst layer's error.
+    """Return a line about the int8 storage of keys and values: the mean error, and the worst layer's error.
 
     `layers` are the numbers of the layers to which the errors of `storage` belong.
     """
@@ -168,7 +167,7 @@ def _storage(storage: dict[str, Any], layers: list[int]) -> str:
 
 
 def _default(setting: dict[str, Any]) -> str:
-    """Describe, in one line, the default setting that `tune` wrote."""
+    """Return a line with the default setting that `tune` wrote."""
     target, by_layer = setting["target"], ", on average over layers" if setting["layer_budgets"] else ""
     of = "" if target["of"] is None else f" of the oracle's best {Budget(target['of'])}"
     return (

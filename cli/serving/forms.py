@@ -150,7 +150,7 @@ class Form(Protocol):
     """Response format of an endpoint. A choice is one of the answers to one of the prompts."""
 
     def opening(self, choice: int) -> Iterator[Sent]:
-        """Yield the first events of a choice in a stream."""
+        """Yield the events of a stream with which a choice (one of the answers) begins."""
 
     def event(self, choice: int, piece: Piece) -> Iterator[Sent]:
         """Yield the events that send the next piece of a choice."""

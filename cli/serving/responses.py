@@ -145,7 +145,7 @@ class ChatCompletion(Sent):
 
 
 class Delta(Sent):
-    """The part of a message that an event adds."""
+    """The part of an answer's message that an event of a stream adds."""
 
     OMITTED = ("role", "content")
 
@@ -154,7 +154,7 @@ class Delta(Sent):
 
 
 class ChatChoiceDelta(Sent):
-    """The part that an event adds to one of the answers."""
+    """The part of one of the answers that an event of a stream adds."""
 
     index: int
     delta: Delta
@@ -190,7 +190,10 @@ class TextLogprobs(Sent):
 
 
 class TextChoice(Sent):
-    """One of the continuations, or the part that an event adds. `finish_reason` is null before the last event."""
+    """One of the continuations of a prompt; in a stream, the part of it that an event adds.
+
+    `finish_reason` is null before the last event.
+    """
 
     index: int
     text: str

@@ -98,8 +98,10 @@ _DRAWING, _BOX, _TEXT = ({f"{{{space}}}{tag}" for space in _WORD} for tag in ("d
 
 
 def _read_children(element: ElementTree.Element) -> Iterator[ElementTree.Element]:
-    """Yield an element's children, with one alternative of each alternative content. A drawing with text boxes is
-    replaced by a picture of the older format, of which mammoth reads the text boxes."""
+    """Yield an element's children. Of a content with alternatives, yield the children of one alternative.
+
+    A drawing with text boxes is replaced by a picture of the older format, of which mammoth reads the text boxes.
+    """
     waiting = [*reversed(element)]
     while waiting:
         child = waiting.pop()
@@ -114,7 +116,7 @@ def _read_children(element: ElementTree.Element) -> Iterator[ElementTree.Element
 
 
 def _alternative(element: ElementTree.Element) -> list[ElementTree.Element]:
-    """Return the children of the first alternative that has text; if none has, of the first.
+    """Return the children of the first alternative with text; without such an alternative, those of the first.
 
     The fallback comes before the choices.
     """
@@ -338,7 +340,7 @@ class _Numbers:
 
 
 def _restarts(deeper: _Level | None, level: int) -> bool:
-    """Whether a paragraph of a level restarts a deeper level."""
+    """Whether a paragraph of a level of a list restarts the numbers of a deeper level of this list."""
     if deeper is None or deeper.restart is None:
         return True
     return level < deeper.restart

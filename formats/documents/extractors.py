@@ -210,7 +210,7 @@ class _MathElement:
 
 @dataclass
 class _Table:
-    """The position in an open table.
+    """Position in an HTML table that has begun and not yet ended.
 
     Attributes:
         column: the first column behind the cells so far in the row.

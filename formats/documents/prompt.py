@@ -293,7 +293,7 @@ def _encoder(
 
 
 def departure(tokenizer: PreTrainedTokenizerBase, prompt: FixedPrompt, text: str) -> str:
-    """Describe how the tokens of a prompt and a question differ from those of the chat template's conversation.
+    """Return why a prompt and a question have other tokens than the same conversation in the chat template.
 
     Returns an empty text if both have the same token ids. Also returns an empty text, without a comparison, for a
     prompt without a chat template, a cut document, or special tokens that were read as plain text.

@@ -277,7 +277,7 @@ class ContextRows(ABC):
 
 
 class ExactRows(ContextRows):
-    """Rows that are stored in the index's dtype."""
+    """Keys and values of a layer that are stored in the index's dtype."""
 
     def some(self, name: Name, tokens: slice) -> torch.Tensor:
         return self.tensors[name][:, tokens]
@@ -288,7 +288,10 @@ class ExactRows(ContextRows):
 
 
 class Int8Stored(ContextRows):
-    """Rows that are stored in int8, as `quantise` returns them. Only the requested rows are dequantised."""
+    """Keys and values of a layer that are stored in int8, as `quantise` returns them.
+
+    Only the requested rows are dequantised.
+    """
 
     def some(self, name: Name, tokens: slice) -> torch.Tensor:
         first, stop, _ = tokens.indices(self.shape[1])

@@ -604,7 +604,7 @@ class Manifest(Record):
 
     @property
     def keeping(self) -> tuple[int, ...]:
-        """Indices of the layers that keep a state, ascending, as named by the tensors of the first file of states."""
+        """Indices, ascending, of the layers whose recurrent or convolution states are stored."""
         names = self.files[state_file(self.states[0])].tensors if self.states else {}
         return tuple(sorted({int(name.removeprefix("layer_").partition(".")[0]) for name in names}))
 

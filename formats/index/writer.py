@@ -435,7 +435,7 @@ class PartWriter:
         return True
 
     def leave(self) -> None:
-        """Close all joined files. No thread may still write to them."""
+        """Close all joined files. No thread may write to these files any more."""
         while self._files:
             self._files.popitem()[1].close()
 

@@ -249,7 +249,7 @@ def _config(folder: Path, name: str, scaling: RopeScaling | None) -> "PreTrained
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        # The first line of the error of a validator names the validator alone.
+        # The first line of a validator's error names only the validator, not the fault.
         reason = first_line(error.__cause__ or error if isinstance(error, StrictDataclassError) else error)
         if "trust_remote_code" in str(error):
             reason = "it brings code of its own, which is not run"
