@@ -58,9 +58,9 @@ def chat(options: ChatOptions) -> None:
     """Ask one question after another over an index; each question follows the document and the talk so far.
 
     Model and index are loaded once. At a terminal, lines that begin with / are commands (/help lists them), pasted
-    lines are one question, Ctrl-C stops an answer and Ctrl-D leaves. Where standard input is no terminal, each of its
-    lines is a question and none a command (a line that looks like a command is refused), and the answers go to stdout
-    one after another, without a prompt.
+    lines are one question, Ctrl-C stops an answer and Ctrl-D leaves. If standard input is no terminal, each of its
+    lines is a question, and a line that looks like a command is refused. The answers then go to stdout one after
+    another, without a prompt.
 
     \b
     sparsekv chat --index manual.skv

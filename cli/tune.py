@@ -98,7 +98,7 @@ NEAR = 1.05
 
 
 def least_error(tuned: list[Tuned], before: Tuned | None) -> Tuned:
-    """Return the setting of least error among those that meet the target and `before`, the index's default so far."""
+    """Return the setting of least error, of all settings that meet the target and `before`, the default until now."""
     return min([*(one for one in tuned if one.holds), *([before] if before else [])], key=lambda one: one.error)
 
 

@@ -46,6 +46,7 @@ def take_faster_for_numbers(
 ) -> DecodeConfig:
     """Return the config with `dense_from` set: a decode step shared by at least this many answers attends densely.
 
+    The config is unchanged if the method is always faster, and is that of dense attention if the method never is.
     Prints a note with each choice and the measured times.
 
     Args:

@@ -212,7 +212,7 @@ class AnswersFile:
     def check_eos_tokens(self, tokens: list[int]) -> None:
         """Raise UsageError if an answer of the resumed file was decoded with other EOS tokens than `tokens`.
 
-        Lines without a record of them, which an earlier version wrote, pass.
+        Lines of an earlier version, which did not record EOS tokens, are accepted.
         """
         for number, line in enumerate(self.lines, 1):
             before = _setting(json.loads(line), "eos_tokens", tokens)
@@ -332,7 +332,7 @@ class Output:
         return not (self.of_batch or self.as_json)
 
     def piece(self, text: str) -> None:
-        """Print a piece of an answer if answers are streamed; otherwise do nothing, because `show` prints them."""
+        """Print a piece of an answer if answers are streamed. Otherwise do nothing: `show` prints whole answers."""
         if self._streamed:
             self.stream.add(text)
 
@@ -408,7 +408,8 @@ def identity(config: DecodeConfig) -> dict[str, Any]:
 def settings_of(config: DecodeConfig, sampling: Sampling, artifact: Artifact, **options: Any) -> dict[str, Any]:
     """Return all settings that an answer depends on, as the file of `--resume` stores them in the field `settings`.
 
-    Method and budget are not among them (see `identity`). `options` are further options of the call, by name.
+    Method and budget are left out, because `identity` returns these. `options` are further options of the call, by
+    name.
     """
     parameters = asdict(config.attention.method) if isinstance(config.attention, MethodSpec) else {}
     layers = {str(layer): budget.value for layer, budget in config.layer_budgets.items()}

@@ -319,7 +319,7 @@ class BuildRecipe:
     def _ordered(self, sources: SourceTexts, folder: Path) -> tuple[SourceTexts, FileHistory]:
         """Order the files of a document, and return them with the order and the number of changes of each file.
 
-        The order is that of `--order`, or else that of the index in the folder. Changes are counted on from that index.
+        The order is the one of `--order`, or else of the index in the folder. Changes are counted on from this index.
         With --force the folder counts as empty. A note names files of that index that the document now lacks.
 
         Raises:

@@ -37,7 +37,7 @@ class History:
         self.file = cache_root() / "chat-history.jsonl" if file is None else file
 
     def entries(self) -> list[str]:
-        """Return the last entries, oldest first, and cut a file that is too long down to them (`MOST_ENTRIES`)."""
+        """Return the last entries, oldest first. A file that is too long is cut down to these (`MOST_ENTRIES`)."""
         lines = read_small(self.file).splitlines()
         found = [entry for line in lines if isinstance(entry := _parsed(line), str)][-MOST_ENTRIES:]
         if len(lines) > 2 * MOST_ENTRIES:

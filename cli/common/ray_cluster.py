@@ -78,8 +78,8 @@ HashableJob = TypeVar("HashableJob", bound=Hashable)
 
 _PATIENCE = 10.0  # seconds to wait for a connection to the cluster
 MOST_DEATHS = 3
-"""How many workers may die with one job before the job is set aside. After as many deaths in a row while workers
-load, no further worker is started."""
+"""Number of workers that may die with one job before the job is set aside. It is also the number of workers that may
+die in a row while they load: then no further worker is started."""
 
 
 @dataclass

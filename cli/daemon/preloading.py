@@ -34,8 +34,10 @@ LATER = (
     "uvicorn.lifespan.off",
     "uvicorn.loops.asyncio",
 )
-"""Modules that commands import only when they need them. The server imports them in advance. Of transformers' model
-families, only that of the embedded model is among them."""
+"""Modules that commands import only when they need them, and that the server imports in advance.
+
+They include one of transformers' model families: the family of the embedded model.
+"""
 
 PARALLEL = 1 << 18
 """Number of elements in a tensor that makes torch compute in all its threads."""
@@ -108,7 +110,7 @@ def look(path: str) -> Look:
 
 
 def preload(indices: list[str]) -> Preloaded:
-    """Import the modules of the commands that run in the server, and those of `LATER`. Open the indices.
+    """Import the modules of `LATER` and of the commands that run in the server, and open the indices.
 
     The models of the indices are loaded too, except on a machine with a GPU. No compute threads are started, because a
     fork would lose them.

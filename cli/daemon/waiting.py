@@ -99,7 +99,7 @@ def _described(stream: object) -> dict[str, object] | None:
 
 
 def _inherited() -> list[int]:
-    """Return the inheritable descriptors: those that this process got at its start. Python opens none of this kind."""
+    """Return the inheritable descriptors, which this process got at its start: Python itself opens none."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing itself is closed by now

@@ -53,7 +53,7 @@ QUESTION_OPTIONS = ("--question-prefill", "--question-budget")
 
 
 def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
-    """Return the named methods; without names or with `all`, every method but those whose index cannot be built.
+    """Return the named methods. Without names or with `all`, return every method whose index, if any, can be built.
 
     `dense` is left out, because dense attention always runs. With `dense` as the only name, the result is empty. Raises
     the errors of `choose_methods`.
@@ -336,6 +336,6 @@ class EvalCall:
             refuse_residual(methods)
 
     def _typed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the options, with their values, that are on the command line."""
+        """Return the given options that are on the command line, with their values."""
         names = {option: option.removeprefix("--").replace("-", "_") for option in given}
         return {option: value for option, value in given.items() if on_command_line(self.ctx, names[option])}

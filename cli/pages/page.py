@@ -120,7 +120,7 @@ def write_page(page: Page, path: Path, option: str) -> int:
 def refuse_unwritable_page(path: Path | None, option: str) -> None:
     """Check, before anything is measured, that `path`, if there is one, is a valid name for a page.
 
-    Raises the errors of `write_page`, except that of a failed write.
+    Raises the errors of `write_page`, except for a failed write.
     """
     if path is not None:
         refuse_impossible_name(path, option)

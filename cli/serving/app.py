@@ -50,7 +50,8 @@ class Limits:
     """Restrictions on requests.
 
     Attributes:
-        keys, hosts: as in `Gate`.
+        keys: valid API keys; empty: requests need no key.
+        hosts: valid host names of requests; empty: all.
         origins: origins of web pages that may send requests.
         timeout: maximum number of seconds of an answer; None: no limit.
         body: maximum number of bytes of a request's body.

@@ -33,7 +33,7 @@ SAMPLES = (
     "\u4e2d",
     "\U0001f642",
 )
-"""Sample beginnings of a question. Document tokens that one of them changes are held back."""
+"""Sample beginnings of a question. Document tokens that change if one of these texts follows are held back."""
 _LEAD = 32
 """Number of a prompt's last tokens from which `border_behind` decodes the border's `lead`."""
 _WINDOWS = (64, 256, 4096)

@@ -326,10 +326,13 @@ def check_encoding(name: str) -> str:
 
 
 def marked_encoding(data: bytes, encoding: str = UTF_8) -> str:
-    """Return the encoding of a text: that of its byte order mark if `encoding` is UTF-8, else `encoding`.
+    """Return the encoding of a text.
+
+    It is UTF-16 or UTF-32 if the text begins with a byte order mark of one of these and `encoding` is UTF-8. Otherwise
+    it is `encoding`.
 
     Args:
-        data: the first bytes of the text. Byte order marks of UTF-16 and UTF-32 count.
+        data: the first bytes of the text.
     """
     # UTF-32 comes first: its little-endian mark is UTF-16's mark and a zero character, with which no text begins.
     marked = [name for name, marks in reversed(_MARKS.items()) if data.startswith(marks)]
@@ -339,8 +342,8 @@ def marked_encoding(data: bytes, encoding: str = UTF_8) -> str:
 def page_encoding(page: bytes, encoding: str = UTF_8) -> str:
     """Return the encoding of an HTML page.
 
-    It is the first of these: `encoding` if this is not UTF-8; that of a byte order mark; the one that the page
-    declares; UTF-8.
+    It is the first of these that exists: `encoding` if this is not UTF-8; the encoding of a byte order mark; the
+    encoding that the page declares; UTF-8.
     """
     if encoding not in _MARKABLE or page.startswith(codecs.BOM_UTF8):
         return encoding

@@ -16,8 +16,8 @@ _EVALUATED, _LEAST_EVALUATED = 4096, 512
 def document_of(folder: Path, manifest: Manifest) -> Path | None:
     """Find the file with the document of an index, next to the index or in the current folder, by its checksum.
 
-    Only texts in UTF-8, UTF-16 or UTF-32 of at most 64 MiB are searched. Returns None if none of them has the checksum,
-    for example because the document was edited or text was appended to the index.
+    Only texts in UTF-8, UTF-16 or UTF-32 of at most 64 MiB are searched. Returns None if no text has the checksum, for
+    example because the document was edited or text was appended to the index.
     """
     texts = [path for ending in TEXT_ENDINGS for path in Path().glob(ending)]
     for path in dict.fromkeys([*beside(folder), *texts]):

@@ -290,7 +290,8 @@ class _Reader:
         """Return the files that were read, ordered by the parts of their paths.
 
         Args:
-            base: the folder to which paths are relative; None: as in `read_several`.
+            base: the folder to which paths are relative. None: the current folder if it contains all files, else the
+                innermost folder that does.
             named: the name of the document in the error message.
 
         Raises:
@@ -555,10 +556,11 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def _is_ignored(path: str, rules: _Rules) -> bool:
-    """Whether a path is ignored by the last matching pattern of the innermost .gitignore that has one, as in git.
+    """Whether git would ignore a path.
 
-    A pattern has to match the path itself: `!src/` does not admit the files in a folder `src`, which the walk asks for
-    one by one. A folder's path ends with a /.
+    The innermost .gitignore with a matching pattern decides, by its last matching pattern. A pattern has to match the
+    path itself: `!src/` does not admit the files in a folder `src`, for each of which the walk calls this function. A
+    folder's path ends with a /.
     """
     found = (patterns.ignores(path.removeprefix(folder)) for folder, patterns in reversed(rules))
     return next((ignores for ignores in found if ignores is not None), False)

@@ -165,7 +165,7 @@ def _keep_spaces(processor: Any) -> bool:
 
 
 _CONVERSATIONS = (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool"), ("user",))
-"""Roles of the messages of sample conversations. Some templates refuse some of them."""
+"""Roles of the messages of sample conversations. Some templates refuse some of these conversations."""
 _frames = WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, str]]()
 """Chat template and rendered sample conversations of each tokenizer."""
 

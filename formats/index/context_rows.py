@@ -99,7 +99,7 @@ def restore(
 
 def _channels(keys: torch.Tensor) -> dict[str, torch.Tensor]:
     """Compute channel_scales and channel_offsets [Hk, D] of keys [Hk, N, D]."""
-    # Without tokens there is no range, so that of a single zero key is used.
+    # Without tokens there is no range, so the range of a single zero key is used.
     low, high = (keys if keys.shape[1] else keys.new_zeros(len(keys), 1, keys.shape[2])).aminmax(dim=1)
     low, high = low.float(), high.float()
     offsets = _bfloat16(low / 2 + high / 2)
@@ -168,9 +168,9 @@ def with_centroids_in_8_bits(tensors: Tensors, before: Tensors | None = None) ->
     A method without clusters gets its tensors back unchanged.
 
     Args:
-        tensors: the tensors as an indexer builds them.
+        tensors: the tensors as an indexer builds them, with centroids in the index's dtype.
         before: the stored tensors of the same method before tokens were added. Their channel scales and offsets are
-            used again, so that unchanged centroids keep their int8 numbers. They are not used if `before` has fewer
+            used again, so that unchanged centroids keep their int8 numbers. New ones are computed if `before` has fewer
             than FEWEST_SHARED clusters, or fewer than half of the new number: scales of few centroids do not fit the
             others.
     """

@@ -189,8 +189,8 @@ def identify_model(
 
     Args:
         config: the model's text config as a mapping.
-        weights_hash: the result of `fingerprint_weights`, for weights as in the checkpoint.
-        weights: the precision to which weights of linear layers were rounded after loading; None: they were not.
+        weights_hash: the result of `fingerprint_weights` before weights were rounded.
+        weights: the precision to which weights of linear layers were rounded after loading; None: not rounded.
     """
     of_rope = ("max_position_embeddings",) if _positions_scale_rope(config.get("rope_parameters") or {}) else ()
     fields = {field: _value(config, field) for field in (*KV_FIELDS, *of_rope)}

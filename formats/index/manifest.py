@@ -87,7 +87,7 @@ def probe_tolerance(manifest: Manifest, dtype: torch.dtype, *, over_exact: bool)
 
 
 ROW_TOLERANCE = 4
-"""Factor by which the relative tolerance of a token's keys and values, and of a state, exceeds that of logits.
+"""Tolerance of a token's keys, values and states, divided by the tolerance of logits. Both are relative.
 
 It is above 1 because rounding errors add up over layers.
 """

@@ -338,8 +338,8 @@ class Artifact:
 class ArtifactShare(Artifact):
     """An open index whose tensors with a head axis, Hk or Hq, have only the heads of one rank.
 
-    Readers see an index with fewer heads. Its manifest is that of the whole index. On a CPU, tensors are views of the
-    mapped files, as in the whole index.
+    Readers see an index with fewer heads. `manifest` is the manifest of the whole index. On a CPU, tensors are views of
+    the mapped files, as in the whole index.
 
     Args:
         whole: the whole index, whose open files this object reads, too.

@@ -114,7 +114,7 @@ def kv_dtype_named(name: str) -> KVDtype | None:
 Weights: TypeAlias = Literal["int8", "int4"]
 """Precisions to which weights of a model's linear layers can be rounded when it is loaded."""
 WEIGHTS: tuple[str, ...] = (AUTO, *get_args(Weights))
-"""Values of `--weights`; `auto` is as in the checkpoint, or as the index was built."""
+"""Values of `--weights`. `auto`: weights as in the checkpoint, or as the index was built."""
 
 
 def weights_named(name: str) -> Weights | None:
@@ -136,8 +136,8 @@ class KVStorage(Record):
         measured_ids: hash of the token ids of the prompt on which the errors were measured. It is an earlier prompt if
             the index reuses that prompt's rows.
         measured_tokens: number of tokens of that prompt.
-        exact_probe: the stored logits (probe and canary) were computed over exact rows. `convert` to int8 leaves them
-            so, because it runs no model.
+        exact_probe: the stored logits (of the last prompt token and a few others) were computed over exact keys and
+            values. `convert` to int8 leaves such logits, because it runs no model.
     """
 
     dtype: KVDtype
@@ -366,8 +366,8 @@ class FileHistory(Record):
 class Split(Record):
     """Split of a prompt's N tokens, in this order, into sinks, middle and tail.
 
-    Every query attends to the sinks (the first tokens) and to the tail (the last tokens). The index covers the middle,
-    the tokens between them.
+    Every query attends to the sinks (the first tokens) and to the tail (the last tokens). The index covers the middle:
+    the tokens between sinks and tail.
     """
 
     sinks: Size
@@ -483,7 +483,7 @@ class TuneTarget(Record):
     """Goal of a tuned setting: a bound `value` on `measure`.
 
     Recall must be at least `value`, and the output error at most `value`, as means over layers, heads and queries.
-    Perplexity must be at most `value` times that of dense attention.
+    Perplexity must be at most `value` times the perplexity of dense attention.
 
     Recall is the share of the oracle's tokens that the setting attends to. The oracle's tokens are those of highest
     attention weight; `of` is their number, or their share of the middle. `methods` are the methods that the search

@@ -315,7 +315,7 @@ def _converted(path: Path, name: str, progress: Progress) -> Path:
 
 
 def fetch(name: str, progress: Progress = lambda text: None) -> None:
-    """Download those files of a model that are missing on this machine. Raises the errors of `find_model`."""
+    """Download the files of a model that are missing on this machine. Raises the errors of `find_model`."""
     find_model(name, progress)
 
 

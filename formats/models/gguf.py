@@ -249,7 +249,7 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
         raise UsageError("lets tokens attend to later tokens; choose a model that generates text")
     rope = getattr(config, "rope_parameters", None) or {}
     base = _one(reader, f"{kind}.rope.freq_base", None)
-    # A factor without a type is that of linear scaling, as llama.cpp reads it.
+    # A factor without a type means linear scaling, as in llama.cpp.
     factor = _one(reader, f"{kind}.rope.scaling.factor", _one(reader, f"{kind}.rope.scale_linear", 1.0))
     scaling = str(_one(reader, f"{kind}.rope.scaling.type", "linear" if factor not in (0, 1) else "none"))
     theta = rope.get("rope_theta", getattr(config, "rope_theta", None))

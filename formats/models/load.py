@@ -275,7 +275,7 @@ ENCODER_DECODER = "is an encoder-decoder model, and only models without an encod
 
 
 def has_encoder(config: "PreTrainedConfig") -> bool:
-    """Whether a config's class is that of an encoder-decoder model. transformers can load the decoder alone.
+    """Whether a config's class belongs to an encoder-decoder model, of which transformers can load the decoder alone.
 
     The class is asked because the config of a lone decoder may say that it has no encoder.
     """
