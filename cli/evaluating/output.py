@@ -112,7 +112,7 @@ def note_unbuilt(contexts: int, *, quiet: bool) -> None:
     """
     if contexts:
         counted = f"{contexts} context{'s' * (contexts != 1)}"
-        told = f"--keep-indices keeps no index of {counted}: all answers were known, so none was built"
+        told = f"--keep-indices keeps no index of {counted}: all answers were stored, so no index was built"
         note(f"{told}; give another --work to build one", quiet=quiet)
 
 

@@ -18,8 +18,8 @@ def test_contexts_whose_answers_are_stored_have_no_index_to_keep() -> None:
     assert notes("2") == []
     assert len(notes("3", "--keep-indices")) == 1
     assert notes("3", "--keep-indices") == [
-        "--keep-indices keeps no index of 2 contexts: all answers were known, so none was built; give another --work "
-        "to build one"
+        "--keep-indices keeps no index of 2 contexts: all answers were stored, so no index was built; give another "
+        "--work to build one"
     ]
     assert notes("3", "--keep-indices", "--work", "other") == []
     assert len(list(Path("doc.eval/indices").glob("*.skv"))) == 1

@@ -149,7 +149,7 @@ def test_an_index_names_its_file_and_is_opened_without_it_being_named(file: Path
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"pre": "mine"}, "splits text before merging it as 'mine', which is not known"),
+        ({"pre": "mine"}, "has the pre-tokenizer 'mine', which is not supported"),
         ({"tokenizer.ggml.model": "rwkv"}, "has a tokenizer of kind rwkv, which is not supported"),
         ({"tokenizer.ggml.model": None}, "has no tokenizer; use the model's original"),
         ({"split.count": 3}, "is one of several parts of a GGUF file; join them"),
