@@ -395,9 +395,7 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     if pre in BY_DIGIT:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole])
     if pre not in (*AS_LLAMA3, *AS_QWEN2):
-        raise UsageError(
-            f"has the pre-tokenizer '{pre}', which is not supported; use the model's original checkpoint"
-        )
+        raise UsageError(f"has the pre-tokenizer '{pre}', which is not supported; use the model's original checkpoint")
     pattern = Regex(WORDS.format(numbers=r"\p{N}{1,3}" if pre in AS_LLAMA3 else r"\p{N}"))
     split = pre_tokenizers.Split(pattern, "isolated", invert=False)
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
