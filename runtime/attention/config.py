@@ -129,7 +129,7 @@ class DecodeConfig:
 
     @property
     def code(self) -> str | None:
-        """The checksums of other packages whose methods answer or prefill questions; None if there are none."""
+        """Checksums of the code of other packages whose methods this config uses; None if it uses none."""
         used = (one.method for one in (self.attention, self.question) if isinstance(one, MethodSpec | QuestionPrefill))
         codes = (code_of(type(one)) for one in used)
         return " ".join(one for one in codes if one is not None) or None

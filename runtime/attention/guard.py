@@ -50,7 +50,7 @@ def estimates_missed(method: Method, *, residual: bool) -> bool:
 def check_estimates_missed(option: str, form: MethodSpec) -> None:
     """Raise UsageError if the method's missed mass, which `option` needs, cannot be estimated."""
     if not estimates_missed(form.method, residual=form.residual):
-        # A method that represents the other tokens itself takes no centroids of a residual.
+        # A method that represents unselected tokens itself cannot be combined with `--residual`.
         remedy = "use another method" if form.method.replaces() else "add --residual or use another method"
         raise UsageError(f"{option}: {form.name} cannot estimate how much attention it misses; {remedy}")
 

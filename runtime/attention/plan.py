@@ -130,9 +130,12 @@ class Policy(ABC):
         """Return the attention output [Hk, G, Q, D]."""
 
     def count(self, step: Step, rows: torch.Tensor | float) -> None:
-        """If the step is a decode step, count the D-sized rows read for each KV head, a number or [Hk, Q or 1].
+        """If the step is a decode step, add the number of D-sized rows read for each KV head to `read`.
 
         Rows read for a question's tokens are not counted.
+
+        Args:
+            rows: a number for all KV heads, or [Hk, Q or 1].
         """
         if not step.joint:
             self.read.add(rows, self.middle.used)
@@ -450,7 +453,7 @@ class LayerPlan:
     `DynamicSlot` on the device has the new row's index, as in a CUDA graph. With `own_prefill`, the question's tokens
     select by the same method and budget as the answer's tokens. With `steps_alike`, a CUDA graph of one step can be
     replayed for all later steps, as far as policies, placement and appender are concerned. The selector may still
-    prevent the replay. `dense_from` is that of the config.
+    prevent the replay. `dense_from` is as in `DecodeConfig`.
     """
 
     selector: Selector

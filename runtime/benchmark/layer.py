@@ -91,8 +91,8 @@ class LayerData:
     ) -> MiddleContext:
         """Build a method's input from the tensors of its indexer.
 
-        In the tensor `token_order` of the indexer, indices count from the prompt's first token. In the method's input
-        they count from the first token after the sinks.
+        In the indexer's tensor `token_order`, indices are counted from the prompt's first token. In the method's input
+        the indices are counted from the first token after the sinks.
         """
         stored = tensors if self.stored is None else with_centroids_in_8_bits(tensors)
         tensors, in_8_bits = read_centroids(stored, self.keys.dtype)

@@ -1,6 +1,6 @@
 """Time the decode step of one layer with methods at several budgets, compared with the fastest dense attention.
 
-Dense attention has implementations of torch and of other libraries.
+Dense attention is timed with implementations of torch and of other libraries.
 """
 
 import platform

@@ -80,8 +80,8 @@ class LayerStats:
 class Fed:
     """Tokens that a forward pass feeds for the sequence in `slot`.
 
-    Their keys and values become the slot's rows after the stored context, from row `first` on. With `asks`, the tokens
-    belong to a question. Otherwise there is the newest token of an answer, followed by a draft's tokens if dense
+    The tokens' keys and values become the slot's rows after the stored context, from row `first` on. With `asks`, the
+    tokens belong to a question. Otherwise there is the newest token of an answer, followed by a draft's tokens if dense
     attention verifies a draft.
     """
 
@@ -131,7 +131,7 @@ class SequenceCache(CalledCache, ABC):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> Pair:
-        """Return the rows unchanged.
+        """Return the rows unchanged; `attend` stores them.
 
         Raises:
             UsageError: the model runs its own attention, which would ignore the stored context.

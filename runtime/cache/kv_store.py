@@ -146,7 +146,7 @@ class MiddleRows(ABC):
         """Return the keys and values [Hk, R, D] of the rows with indices [Hk, R], as a copy on the model's device."""
 
     def in_place(self) -> PlacedRows | None:
-        """Return the buffers; None if they are not on the model's device."""
+        """Return the buffers of keys and values; None if they are not on the model's device."""
         return None
 
     @abstractmethod

@@ -125,7 +125,7 @@ class SlotRows:
 
     @classmethod
     def empty(cls, slots: int, like: Pair) -> Self:
-        """Allocate buffers with the sizes, dtype and device of keys and values [Hk, any, D]."""
+        """Return `slots` empty slots, with the heads, channels, dtype and device of keys and values [Hk, any, D]."""
         # Initialised with zeros, because rows that are masked out must still be finite.
         return cls(*(rows.new_zeros(slots, rows.shape[0], FIRST_ROWS, rows.shape[2]) for rows in like))
 
@@ -207,10 +207,10 @@ class PackedLayer(ABC):
 
 
 class PackedCache(SequenceCache):
-    """The cache of several sequences.
+    """The cache of several sequences, which share the stored context of a single sequence's cache.
 
     Args:
-        alone: the cache of a single sequence, whose stored context the sequences share.
+        alone: the cache of the single sequence.
         packed: for each layer of `alone`, the layer that attends for several sequences.
     """
 

@@ -238,7 +238,7 @@ def _grow(rows: torch.Tensor, used: int, needed: int) -> torch.Tensor:
 
 
 class DenseLayer(StoredLayer):
-    """Attends to the whole stored context and to new tokens, or to those of them within a sliding window.
+    """Attends to the whole stored context and to new tokens, or only to the tokens within a sliding window.
 
     Args:
         keys, values: [Hk, T, D], the last T rows of the stored context.
@@ -328,7 +328,7 @@ class DenseLayer(StoredLayer):
         return 0 if call.window is None else max(0, self.get_seq_length() - call.query.shape[1] - call.window + 1)
 
     def _decode(self, call: AttentionCall) -> torch.Tensor:
-        """Attend for one query to stored and new rows, with a window only to the last ones, without copies of rows."""
+        """Attend for one query to stored and new rows, or only to those within the window, without copies of rows."""
         first, new = self._first_seen(call), self.used
         seen = min(first, self.stored) - self.out_of_sight
         stored_keys, stored_values = (rows[:, seen:] for rows in self.stored_rows())

@@ -134,7 +134,7 @@ class Streamer:
     def put(self, token: int) -> None:
         """Add the next token of the answer. EOS tokens, special tokens and ids without a token are ignored."""
         name = self.tokenizer.convert_ids_to_tokens(token)
-        # Embeddings beyond the tokenizer's vocabulary have no name.
+        # A model may have more embeddings than its tokenizer has tokens. The ids of the others have no name.
         if token in self.ends or name is None or self._is_special(token):
             return
         self.tokens.append(token)
@@ -146,11 +146,11 @@ class Streamer:
             self._shorten(text)
 
     def waiting(self) -> str:
-        """Return the text that the callback would still get if no token followed, without an incomplete character."""
+        """Return the text that has not been passed to the callback yet, without an incomplete last character."""
         return self._decoded(0).rstrip(INCOMPLETE)[self._passed :]
 
     def end(self) -> None:
-        """Pass on the rest of the text."""
+        """Pass the rest of the text to the callback."""
         text = decoded(self.tokenizer, self.tokens)
         self._pass_on(text, len(text))
 
@@ -161,7 +161,7 @@ class Streamer:
                 self.on_text(piece)
 
     def _is_special(self, token: int) -> bool:
-        """Whether decoding leaves a token out."""
+        """Whether decoding with `skip_special_tokens` leaves a token out of the text."""
         shown = self.tokenizer.decode([token], skip_special_tokens=True)
         return not shown and bool(self.tokenizer.decode([token], skip_special_tokens=False))
 
@@ -187,7 +187,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
     the run's bytes. This function decodes them, and only the incomplete character becomes U+FFFD.
     """
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    # Neither special tokens nor embeddings beyond the tokenizer's vocabulary, which have no name, end a run of bytes.
+    # A run of byte tokens continues over special tokens, and over ids without a token in the tokenizer.
     shown = [one for one in tokens if one not in special and tokenizer.convert_ids_to_tokens(one) is not None]
     names = [str(tokenizer.convert_ids_to_tokens(token)) for token in shown[-LONGEST_CHARACTER:]]
     for count in range(1, min(len(shown), LONGEST_CHARACTER - 1) + 1):
@@ -312,7 +312,7 @@ class Answer:
 
 
 NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)
-"""The answer to an empty line."""
+"""The answer to a blank line of a file of questions."""
 
 
 def answer_of(

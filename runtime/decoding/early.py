@@ -64,7 +64,10 @@ class EarlyReading:
 
     @classmethod
     def of(cls, artifact: Artifact, device: str, config: DecodeConfig) -> Self:
-        """Begin to read the files that decoding with a config needs, before transformers is imported."""
+        """Return an `EarlyReading` of the files that decoding with a config needs.
+
+        Call this method before transformers is imported.
+        """
         form = config.attention if isinstance(config.attention, MethodSpec) else None
         files, hold = files_read(artifact, config.attention), config.placement == "device"
         return cls(artifact, device, files, hold=hold, form=form)

@@ -227,7 +227,7 @@ class Sequence:
         self.streamed = len(self.answer)
 
     def end_text(self) -> None:
-        """Pass on all tokens and all text, including text that waits for more tokens."""
+        """Pass all remaining tokens and text to the callbacks, including text that was held back for more tokens."""
         self.stream()
         if self.streamer is not None:
             self.streamer.end()
@@ -311,7 +311,7 @@ class Engine:
             yield from ((numbers[one], answer) for one, answer in done)
 
     def answer(self, request: Request, before: int) -> Answer:
-        """Answer one question after the `before` tokens in the cache. Call this method within `exclusive`.
+        """Answer one question, which follows the `before` tokens in the cache. Call this method within `exclusive`.
 
         All tokens except the last one of the answer stay in the cache. Raises NotFiniteError if the model's logits are
         not finite, and the errors of `sequence`.
@@ -606,9 +606,12 @@ class Engine:
 
 
 def token_logprobs(scores: torch.Tensor, tokens: list[int], tops: dict[int, int]) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of the rows in `tops`, of scores [B, V] float32; allocates two copies of these rows.
+    """Return the log-probabilities of the chosen and of the likeliest tokens, for each row whose index is in `tops`.
+
+    Allocates two copies of these rows.
 
     Args:
+        scores: [B, V] float32, the logits.
         tokens: the token that was chosen in each row.
         tops: number of likeliest tokens to return, by row index.
     """

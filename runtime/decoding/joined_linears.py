@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def _opaque(
     row: torch.Tensor, numbers: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Run `one_row_linears` as one opaque operator; without `scales` the weights are not rounded."""
+    """Run `one_row_linears` as one opaque operator. `numbers` are the weights, rounded if `scales` are given."""
     channels = row.shape[-1]
     weights = [rounded(*pair, channels) for pair in zip(numbers, scales, strict=True)] if scales else list(numbers)
     output = one_row_linears(row.reshape(1, channels), weights, list(biases) or [None] * len(weights))
@@ -48,8 +48,10 @@ class Product(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for products that one launch can compute together: the row, the weights' dtype, whether the weights are
-        rounded, and whether there is a bias."""
+        """Key that is equal for products that one launch can compute together.
+
+        It has the row, its shape, the weights' dtype, whether the weights are rounded, and whether there is no bias.
+        """
         return self.source, self.shape, _value(self.numbers).dtype, self.scales is None, self.bias is None
 
 

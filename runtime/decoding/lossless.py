@@ -33,7 +33,10 @@ from sparsekv.runtime.decoding.step import DecodeStep
 
 
 def verifies_in_place(cache: IndexCache) -> bool:
-    """Whether dense attention can read all rows of a cache in place, on a GPU; a pass can then be captured."""
+    """Whether dense attention can read all rows of a cache in place, on a GPU.
+
+    Then a pass can be captured as a CUDA graph.
+    """
     layers = cache.stored_layers
     if not all(layer.keys.is_cuda and layer.keys.shape == layer.values.shape for layer in layers):
         return False
@@ -84,7 +87,9 @@ def _verifying_layer(layer: StoredLayer) -> PackedLayer:
 
 
 class Verification:
-    """Feeds a sequence's tokens in passes of dense attention, over an `IndexCache` for which `verifies_in_place`.
+    """Feeds a sequence's tokens in passes of dense attention over an `IndexCache`.
+
+    `verifies_in_place` must be true of the cache.
 
     Args:
         tokens: maximum number of tokens of a pass.
@@ -350,7 +355,7 @@ class DraftingEngine(Engine):
         return ended
 
     def _stopwatch(self) -> Callable[[], float | None]:
-        """Return a function for the seconds since this call; None if steps or passes were captured in this time."""
+        """Return a function that returns the seconds since this call; None if a CUDA graph was captured since then."""
         steps = [self.step, *([self.verification.step] if self.verification else [])]
         began, captures = time.perf_counter(), [step.captures for step in steps]
 

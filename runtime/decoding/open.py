@@ -176,7 +176,7 @@ def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:
     """Raise ArtifactError if index and model differ in their layers.
 
-    Compared are the number of layers, the layers that attend, and the layers with a recurrent state.
+    It compares the number of layers, the layers that attend, and the layers with a recurrent state.
     """
     manifest = artifact.manifest
     compared = (

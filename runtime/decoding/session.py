@@ -253,9 +253,9 @@ class Conversation:
             return answer
 
     def lost_of_answer(self) -> str:
-        """Describe how the chat template will show the last answer; empty if it shows it whole, or without a template.
+        """Return a line about the last answer if the chat template shows it only in part, or allows one question only.
 
-        Before the first answer the result is empty, too.
+        The line is empty otherwise, before the first answer, and without a chat frame.
         """
         if not self.turns or self.raw or self.place.chat is None:
             return ""
@@ -304,7 +304,7 @@ class Conversation:
 
     @torch.inference_mode()
     def _feed(self, cache: IndexCache, ids: torch.Tensor) -> None:
-        """Prefill token ids [T] with the attention of a question's tokens."""
+        """Append token ids [T] to the cache by a prefill, with the attention of a question's tokens."""
         model, known = self.index.model, cache.get_seq_length()
         positions = torch.arange(known, known + len(ids), device=model.device)[None]
         cache.expect_prompt(known + len(ids))

@@ -125,9 +125,9 @@ class Comparison:
     def question_ids(self, context: Context, question: Question, prompt: FixedPrompt) -> torch.Tensor:
         """Return the token ids [Q] that are fed after the document.
 
-        They are the question, in the chat template if there is one, and the question's `prefix`. In a conversation the
-        earlier questions come first, each with its expected answer. For a `continuation` metric they are the first
-        `max_new_tokens` tokens of the text that follows the document.
+        The ids are those of the question, in the chat template if there is one, and of the question's `prefix`. In a
+        conversation the earlier questions come first, each with its expected answer. For a `continuation` metric, the
+        ids are the first `max_new_tokens` tokens of the text that follows the document.
 
         Raises:
             UsageError: the question is a later turn, and the model's chat template has only one turn; or the model has
@@ -429,7 +429,7 @@ class _Asking:
         return {one for one, total in zip(asked, tokens, strict=True) if total <= most}
 
     def _prefill(self, index: OpenIndex, questions: list[Question], show: Progress) -> None:
-        """Prefill those of the questions that are in `_prefilled_once`, and keep the result for later variants.
+        """Prefill the questions that are in `_prefilled_once`, and keep the result for later variants.
 
         The questions attend densely. A question that has been prefilled before is left out.
         """

@@ -125,7 +125,9 @@ def probability(logits: torch.Tensor, total: torch.Tensor, *, joint: bool) -> to
 
 MOST_PARTS, MOST_CHANNELS = 64, 64  # largest number of parts, and of channels of a part, that kernels support
 MOST_SHORT = 2**15  # largest number of clusters whose indices fit int16
-FEWEST_KEYS = 2**10  # over fewer keys, dense attention is faster than kernels, and torch does not round scores
+# Fewest keys for which kernels are used. With fewer keys the kernels would be slower than dense attention. Then
+# torch is used, which does not round scores.
+FEWEST_KEYS = 2**10
 
 
 class CodeScan:
@@ -154,7 +156,7 @@ class CodeScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the codes are on a GPU, in sizes that kernels support, and are enough for kernels."""
+        """Whether the codes are on a GPU, in sizes that kernels support, and of at least FEWEST_KEYS keys."""
         return tensors["codes"].is_cuda and CodeScan.fits(tensors) and tensors["codes"].shape[1] >= FEWEST_KEYS
 
     def choose_for_each(
@@ -223,7 +225,7 @@ class QuestionScan:
 
     @staticmethod
     def serves(tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the codes are on a GPU, in sizes that the kernel supports, and are enough for it."""
+        """Whether the codes are on a GPU, in sizes that the kernel supports, and of at least FEWEST_KEYS keys."""
         return CodeScan.serves(tensors) and QuestionScan.fits(tensors)
 
     def choose(self, query: torch.Tensor, totals: torch.Tensor, tokens: int) -> torch.Tensor:

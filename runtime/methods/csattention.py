@@ -53,7 +53,7 @@ from sparsekv.runtime.selection.interface import (
 )
 from sparsekv.runtime.selection.token_choice import check_rerank, rerank_scores, token_logits
 
-FEWEST_KEYS = 2**10  # over fewer keys, torch reads the lists, whose scores are not rounded
+FEWEST_KEYS = 2**10  # fewest keys for which kernels are used; with fewer, torch reads the lists, and rounds no scores
 
 
 class ListSearch:

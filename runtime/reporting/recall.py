@@ -1,6 +1,6 @@
 """Measure recall, attention mass and output error of methods on one layer, compared with dense attention.
 
-The measures are on queries, keys and values of each layer.
+Each layer is measured on its own queries, keys and values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -222,10 +222,10 @@ class Truth:
 def truths(rows: LayerRows, blocks: Iterable[QueryBlock], device: torch.device, multiple: int = 1) -> Iterator[Truth]:
     """Compute dense attention of the queries of all blocks, batch by batch. Batches are numbered from 0.
 
-    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows in the layer with the most query heads, in a
-    multiple of `multiple`, and at least `multiple`. So a batch has the same queries in each layer, and methods that
-    share selections between layers find them by the batch's number. If the number of a block's queries is no such
-    multiple, its last batch also has the queries that are left over.
+    A batch has as many queries of one block as `LOGITS_AT_ONCE` allows in the layer with the most query heads, rounded
+    down to a multiple of `multiple`, but at least `multiple`. So a batch has the same queries in each layer, and
+    methods that share selections between layers find them by the batch's number. If the number of a block's queries is
+    no such multiple, its last batch also has the queries that are left over.
     """
     batches, manifest = count(), rows.artifact.manifest
     Hq = max(manifest.files[layer_file("queries", layer)].tensors["tail"].shape[0] for layer in manifest.indexed_layers)

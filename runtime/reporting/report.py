@@ -292,7 +292,7 @@ def _measured(compared: list[MethodSpec], budgets: list[Budget], guard: Guard | 
 def _together(
     settings: Sequence[MeasuredSetting], together: Sequence[int], note: Callable[[str], None], *, apart: bool
 ) -> list[MeasuredSetting]:
-    """Return the settings for each number of queries together.
+    """Return each setting once for each number of queries in `together`, which share one selection.
 
     Settings whose queries cannot share a selection are left out for numbers above 1. If the queries are of different
     questions (`apart`), settings whose steps reuse a selection are left out for 1 too. Then `note` is called with a

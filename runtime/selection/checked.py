@@ -105,7 +105,7 @@ class CheckedSelector(Selector):
         return checked
 
     def _fault(self, selection: Any, queries: Queries) -> str | None:
-        """Return what is wrong with a selection; None: nothing is."""
+        """Return the fault of a selection, as words for an error message; None if it has none."""
         if not (isinstance(selection, Selection) and isinstance(selection.rows, RowSet)):
             return f"the type {type(selection).__name__}, not Selection"
         fault = _form_fault(selection.rows, queries) or _cost_form_fault(selection, queries)
@@ -151,7 +151,7 @@ def _is_captured(queries: Queries) -> bool:
 
 
 def _form_fault(rows: RowSet, queries: Queries) -> str | None:
-    """Return what is wrong with the dtypes and shapes of a row set; None if nothing is."""
+    """Return the fault of a row set's dtypes and shapes, as words for an error message; None if there is none."""
     Hk, G, Q, _ = queries.query.shape
     asked = {1} if queries.joint else {1, Q}
     wanted = " or ".join(map(str, sorted(asked)))
@@ -173,8 +173,8 @@ def _form_fault(rows: RowSet, queries: Queries) -> str | None:
 
 
 def _cost_form_fault(selection: Selection, queries: Queries) -> str | None:
-    """Return what is wrong with the type, shape, dtype or device of a selection's cost; None if nothing is."""
-    cost: Any = selection.cost  # of another package's code
+    """Return the fault of a cost's type, shape, dtype or device, as words for an error message; None if none."""
+    cost: Any = selection.cost  # from another package's code, so it may have any type
     if not isinstance(cost, Cost):
         return f"a cost of the type {type(cost).__name__}, not Cost"
     read, (Hk, _, Q, _) = cost.index_rows, queries.query.shape
@@ -193,7 +193,7 @@ def _cost_form_fault(selection: Selection, queries: Queries) -> str | None:
 
 
 def _value_fault(selection: Selection, middle: int) -> str | None:
-    """Return what is wrong with the numbers of a selection; None if nothing is. Waits for a GPU."""
+    """Return the fault of a selection's numbers, as words for an error message; None if none. Waits for a GPU."""
     rows, read = selection.rows, selection.cost.index_rows
     lengths = rows.lengths
     stops = rows.starts.long() + lengths

@@ -221,7 +221,7 @@ class Clustering:
 def describe_clusters(
     tensors: dict[str, torch.Tensor], keys: torch.Tensor, values: torch.Tensor, first_token: int, biggest: int
 ) -> Clustering:
-    """Describe a layer's clusters.
+    """Compute the statistics of a layer's clusters.
 
     Args:
         tensors: tensors of the index, with token positions counted from the first middle token.

@@ -26,8 +26,8 @@ from sparsekv.runtime.selection.cluster_statistics import Clustering, ListShape
 class RowIndices:
     """Row indices [Hk, capacity or more] int32, of which each head's first `used` [Hk] int32 are valid.
 
-    `queue` [Hk] int32 are zeros, in which the attention kernel counts the rows that its programs have taken. None: the
-    kernel divides the rows between its programs beforehand.
+    `queue` [Hk] int32 is zero at first. In it the attention kernel counts the rows that its programs have taken. None:
+    the kernel divides the rows between its programs beforehand.
     """
 
     rows: torch.Tensor
@@ -209,7 +209,8 @@ class InPlace:
     exact: ExactKeys
 
 
-_PIECES = 2**20  # above the `Queries.batch` of any step without pieces: fewer sequences are decoded together
+# Larger than any `Queries.batch` of a step without pieces, because fewer sequences than this are decoded together.
+_PIECES = 2**20
 
 
 def piece_batch(start: int) -> int:
@@ -517,7 +518,10 @@ class Selector(ABC):
 
     @property
     def report(self) -> SelectorReport | None:
-        """Facts about the selections; None: all tokens are scored, and no centroids represent unselected tokens."""
+        """Functions that describe the selections for reports and traces.
+
+        None: all tokens are scored, and no centroids represent unselected tokens.
+        """
         return None
 
     def graph_state(self) -> int | None:

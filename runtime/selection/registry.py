@@ -26,7 +26,7 @@ def configure(method: type[T], parameters: Mapping[str, Any]) -> T:
 
 
 def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str, T] | None:
-    """Create a method from the parameters that the user set; also return a name for them, such as `rerank=4`.
+    """Return a name for the parameters that the user set, such as `rerank=4`, and the method with these parameters.
 
     Returns None if the user set none of the method's parameters. Raises the errors of `configure`.
     """
@@ -35,7 +35,10 @@ def configured_form(method: type[T], parameters: Mapping[str, Any]) -> tuple[str
 
 
 def parameters_label(parameters: Mapping[str, Any], *owners: type) -> str:
-    """Name the parameters that the user set (not None) and that are fields of an owner, such as `rerank=4 scan=0.5`."""
+    """Return names and values of the parameters that the user set (not None), such as `rerank=4 scan=0.5`.
+
+    Parameters that are fields of none of the classes `owners` are left out.
+    """
     names = {field.name for owner in owners for field in fields(owner)}
     return " ".join(f"{name}={value}" for name, value in parameters.items() if name in names and value is not None)
 

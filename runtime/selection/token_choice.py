@@ -26,7 +26,7 @@ from sparsekv.runtime.selection.interface import (
 
 
 def ranking(scores: torch.Tensor) -> torch.Tensor:
-    """Rank tokens [..., M] by descending score [..., M], ties in order of position."""
+    """Return the indices [..., M] of tokens by descending score. Tokens with equal scores are in order of position."""
     return scores.argsort(dim=-1, descending=True, stable=True)
 
 
@@ -201,7 +201,7 @@ def check_rerank(rerank: float) -> None:
 
 
 def check_channels(option: str, number: int, usual: int, head_dim: int) -> None:
-    """Raise UsageError if a method is to read more numbers of each key than a head has channels.
+    """Raise UsageError if an option asks for more numbers of each key than a head has channels.
 
     Args:
         usual: the option's default, which stands for all channels of a smaller head.

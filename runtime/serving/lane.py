@@ -189,7 +189,7 @@ GROWTH = 2
 OWN_TOKENS = 2048
 """Number of question and answer tokens for which each slot must have memory.
 
-Less memory gives a lane fewer slots, but at least one, whatever its memory.
+With less memory a lane has fewer slots, but at least one.
 """
 
 
@@ -286,7 +286,7 @@ class Lane:
     def run(self, goes_on: Callable[[], bool]) -> Exception | None:
         """Run one step, then more steps while `goes_on` returns True and there is work.
 
-        An error ends the running requests and closes the engine. It is returned; None: there was no error.
+        An error ends the running requests, closes the engine and is returned. Returns None if there was no error.
         """
         assert self.engine is not None
         try:

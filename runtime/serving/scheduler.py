@@ -27,7 +27,7 @@ KEPT_BYTES = 256 << 20
 SLICE = 0.1
 """Seconds after which the scheduler lets other threads use the model."""
 PAUSE = 0.0005
-"""Seconds that the scheduler then sleeps without the model's lock, so that another thread can take the lock."""
+"""Seconds that the scheduler sleeps after each time slice, without the model's lock, so that others can take it."""
 LONGEST_WAIT = 60.0
 """Upper bound, in seconds, on the estimate of the time until the queue has room."""
 _running: set["Scheduler"] = set()

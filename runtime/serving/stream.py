@@ -1,6 +1,6 @@
 """A request to the scheduler, and the stream of its answer's pieces to a reading thread or asyncio task.
 
-Also the errors of the queue.
+The errors of the queue of requests are also here.
 """
 
 import asyncio

@@ -144,7 +144,7 @@ def sentences(text: str) -> list[str]:
 
 
 def rotated(units: list[str], random_numbers: random.Random) -> list[str]:
-    """Rotate the sentences to a random start, so that contexts differ."""
+    """Return the sentences in the same cyclic order from a random start, so that contexts differ."""
     start = random_numbers.randrange(len(units)) if units else 0
     return units[start:] + units[:start]
 
@@ -326,7 +326,7 @@ class Needles(DrawnTask):
 def hide(units: list[str], needles: list[tuple[float, str]], request: Request, introduction: str, name: str) -> str:
     """Return the introduction and as many of the units as fit the request's length, with needles at their depths.
 
-    `name` is the task's name for the errors of `fill`, which are raised.
+    Raises the errors of `fill`, which name the task `name`.
     """
 
     def render(some: list[str]) -> str:

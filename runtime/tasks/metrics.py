@@ -64,7 +64,7 @@ def _f1(answer: list[str], expected: list[str]) -> float:
 
 
 def rouge_l(answer: str, question: Question) -> float:
-    """Compute LongBench's ROUGE-L, that of the package `rouge` 1.0.1, the highest among the expected answers.
+    """Compute LongBench's ROUGE-L as the package `rouge` 1.0.1 does. Return the highest score of an expected answer.
 
     Sentences end with a full stop. Common words are the words of the longest common subsequence of any sentence of the
     answer and any sentence of the expected answer. The score is the harmonic mean of two shares: of the answer's
@@ -87,7 +87,7 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(words: list[str], others: list[str]) -> list[str]:
-    """Return the longest common subsequence of two lists, of equally long ones the one that the package chooses."""
+    """Return the longest common subsequence of two lists. Among equally long ones, it is the one of package `rouge`."""
     lengths = [[0] * (len(others) + 1)]
     for word in words:
         above, row = lengths[-1], [0]

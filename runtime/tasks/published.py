@@ -296,7 +296,7 @@ class Line:
 
     @property
     def where(self) -> str:
-        """The beginning of an error about the line."""
+        """The beginning of an error message about the line."""
         return f"--data {self.file} --format {self.form}, {self}"
 
 
@@ -434,7 +434,10 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def _pair(record: Record) -> tuple[str, tuple[str, ...]]:
-    """Read a question from the field `question`, and its answers from `answers` or `answer`; check them as `_asked`."""
+    """Return a question, from the field `question`, and its answers, from `answers` or `answer`.
+
+    Raises the errors of `_asked`.
+    """
     alone = "answer" in record and "answers" not in record
     return _asked(record["question"], record["answer" if alone else "answers"])
 

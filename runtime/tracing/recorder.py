@@ -252,7 +252,7 @@ class LayerRecorder:
 
 
 def last_query(step: Step, rows: LayerRows) -> QueryBlock:
-    """Return a step's last query, and keys and values of the tokens after the document, in the format of a report."""
+    """Return a step's last query, with keys and values of the tokens after the document, as reports take them."""
     split, sinks = rows.artifact.manifest.split, step.how[2]
     stored = split.sinks + split.tail
     return QueryBlock(

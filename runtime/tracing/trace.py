@@ -1,6 +1,6 @@
 """Trace of an answer: what each answer token attended to, and the answer's log-probability without some passages.
 
-The attention that hides a passage's tokens hides them as far as this is possible without another prefill.
+A passage is hidden from attention as far as this is possible without another prefill.
 """
 
 import gc

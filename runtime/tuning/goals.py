@@ -245,7 +245,7 @@ class Goal(ABC):
     """Whether the search needs attention outputs on the tail's first half. On the second half they are always computed,
     because the table of settings has their error."""
     precision: ClassVar[float] = 1.03
-    """Ratio at which the search ends: the smallest budget that meets the goal to the largest budget that misses it."""
+    """Ratio of two budgets at which the search ends: the smallest that meets the goal to the largest that misses it."""
 
     value: float
     reference: Budget = REFERENCE

@@ -1,8 +1,8 @@
 """A KV connector for vLLM: requests that begin with an index's prompt get the prompt's keys and values from the index.
 
 vLLM makes one connector for its scheduler and one for each worker. The scheduler's connector matches prompts, and sends
-the worker's connectors a `Transfer` with each step. These write rows of the index into vLLM's blocks before the step,
-compare rows after it, and prepare the requests whose tokens attend sparsely.
+the worker's connectors a `Transfer` with each step. The worker's connectors write rows of the index into vLLM's blocks
+before the step, compare rows after it, and prepare the requests whose tokens attend sparsely.
 """
 
 import os
@@ -302,7 +302,7 @@ class SchedulerSide:
         self._table.distrust()
 
     def _forget_blocks(self) -> None:
-        """Remove the blocks of a failed trial from vLLM's prefix cache: those that were loaded, and those after them.
+        """Remove the blocks of a failed trial from vLLM's prefix cache: the loaded blocks and the blocks after them.
 
         The trial's request keeps the blocks.
         """
