@@ -65,7 +65,7 @@ def refuse_what_is_lost(build: Build) -> None:
     growth, base, extended = build.plan.growth, build.writer.base, build.plan.base
     if extended is not None and (base is None or base.uuid != extended):
         raise ArtifactError(
-            f"{build.writer.folder} was changed meanwhile by another process; run the same command again"
+            f"another process changed {build.writer.folder} while this command ran; run the same command again"
         )
     if base is None or growth or build.plan.config.force:
         return

@@ -285,14 +285,14 @@ class Index:
 
 
 def _several(given: Iterable[T] | None) -> list[T]:
-    """Return a list of the elements, or of a single text or number; an empty list for None."""
+    """Return the elements as a list. A single text or number is the only element, and None gives an empty list."""
     if isinstance(given, str) or not isinstance(given, Iterable | None):
         return cast(list[T], [given])
     return [] if given is None else [*given]
 
 
 def _texts(name: str, given: Iterable[str]) -> list[str]:
-    """Return a list of texts as `_several` does. Raises UsageError for an element that is no text."""
+    """Return one or several texts as a list. Raises UsageError for an element that is no text."""
     found = _several(given)
     for one in found:
         if not isinstance(one, str):

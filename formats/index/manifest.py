@@ -355,7 +355,9 @@ def write_defaults(folder: Path, base: Manifest, defaults: Defaults | None) -> M
         try:
             manifest = manifest_in(opened)
             if manifest.uuid != base.uuid:
-                raise ArtifactError(f"{folder} was changed meanwhile by another process; run the same command again")
+                raise ArtifactError(
+                    f"another process changed {folder} while this command ran; run the same command again"
+                )
             data, sealed = manifest_bytes(manifest.model_copy(update={"defaults": defaults}))
             opened.write(MANIFEST, [data])
             opened.remove([], leftovers_of=[MANIFEST])

@@ -18,7 +18,7 @@ import torch
 from sparsekv.runtime.cache.buffers import Run, captured, waits
 
 WARM_UPS = 3
-CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to evict the caches; on a GPU four times the L2 cache if larger
+CPU_EVICTED, CUDA_EVICTED = 2**27, 2**28  # bytes read to evict the caches; on a GPU at least four times the L2 cache
 FREED = 2**25 - 2**16  # bytes of the block that `WallClock` frees; glibc ignores freed blocks of 32 MiB or more
 CPU_COPIED, CUDA_COPIED = 2**27, 2**30  # bytes of the copy that measures bandwidth
 

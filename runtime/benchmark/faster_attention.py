@@ -34,7 +34,7 @@ FOLDER, REVISION = "step-times", 2
 ROUNDS = 5
 """Number of times that both steps are timed in turn. The fastest round counts, because other load only adds time."""
 STEADY = 1.5
-"""Times are kept if the sign of other load that `_Compared.measure` returns is at most this large."""
+"""Times are kept if the measure of other load that `_Compared.measure` returns is at most this large."""
 COMPILERS = {"cpu": "numba", "cuda": "triton"}
 """Package that compiles kernels, by device type. Without it torch computes the steps, which takes several times as
 long."""
@@ -223,9 +223,9 @@ class _Compared:
     def measure(self) -> tuple[StepTimes, float]:
         """Time both steps over the index's middle layer.
 
-        The second result is the sign of other load, about 1 if there is none. It is the median round's time, divided by
-        the fastest round's. A process's first round is slow without any load. On a CPU the sign is at least `crowding`,
-        because steady load slows all rounds equally.
+        The second result measures other load on the machine: the median round's time, divided by the fastest round's.
+        It is about 1 without other load. The median is used, because a process's first round is always slow. On a CPU
+        the second result is at least `crowding`, because steady load slows all rounds equally.
 
         Raises:
             SparsekvError: the device's memory is too small.

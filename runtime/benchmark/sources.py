@@ -161,7 +161,7 @@ def asked(data: LayerData, questions: int) -> LayerData:
 
 
 def asked_by_many(data: LayerData, questions: int) -> LayerData:
-    """Return a stored layer with `questions` queries, which may be more than it has.
+    """Return the stored layer `data` with `questions` queries, which may be more than `data` has.
 
     Queries beyond the layer's own are random, with the same mean square. They select other tokens than the layer's own
     queries, as the queries of other questions do. Raises UsageError if `questions` is below 1.

@@ -64,7 +64,9 @@ def open_share(artifact: Artifact, loaded: LoadedModel, ranks: "Ranks", *, hold:
         ArtifactError: another process changed the index while the ranks opened the index.
     """
     if len(set(ranks.collect(artifact.manifest.manifest_sha256))) > 1:
-        raise ArtifactError(f"{artifact.folder} was changed meanwhile by another process; run the same command again")
+        raise ArtifactError(
+            f"another process changed {artifact.folder} while this command ran; run the same command again"
+        )
     model, tokenizer = identify(loaded, artifact.manifest)
     check_model(artifact.manifest, model, str(loaded.model.dtype).removeprefix("torch."))
     check_tokenizer(artifact.manifest, tokenizer)

@@ -128,9 +128,9 @@ LONGEST, SHORTEST = 15, 2
 With the newest token, the longest draft fills a pass of 16 tokens, the largest that is captured on a GPU.
 """
 KEPT = 0.8
-"""Decay: factor of a source's summed seconds and tokens when another step of this source is added."""
+"""Decay: factor of a draft source's summed seconds and tokens when another step of this source is added."""
 AGAIN = 64
-"""A source that was unused for this number of steps, times the number of sources, is tried again."""
+"""A draft source that was unused for this number of steps, times the number of sources, is tried again."""
 WORTH_IT = 0.85
 """Largest ratio of the method's seconds per token to dense attention's at which the method decodes drafts.
 
@@ -143,7 +143,7 @@ HOPELESS = 1000
 
 @dataclass
 class Pace:
-    """Seconds and answer tokens of a source's steps, as sums that decay by `KEPT` at each step.
+    """Seconds and answer tokens of the steps with one source of drafts, as sums that decay by `KEPT` at each step.
 
     `last` is the number of the step in which the source was last used; 0: never.
     """
@@ -284,7 +284,9 @@ class Drafter:
         return () if hopeless else BY_METHOD
 
     def count(self, source: str | int, drafted: int, accepted: int, seconds: float | None) -> None:
-        """Count a step's drafted and accepted tokens, and its seconds. After a draft from earlier text, adapt `length`.
+        """Count a step's drafted and accepted tokens, and its seconds.
+
+        After a draft from earlier text, also adapt `length`, the maximum length of the next such draft.
 
         Besides the accepted tokens, the step adds one token to the answer. `seconds` is None for a step whose time is
         no measure of later steps.

@@ -110,7 +110,7 @@ class Session:
             raise UsageError(f"questions is a {type(questions).__name__}: give a list of texts, or use ask")
         check_type("together", together, int)
         if together < 1:
-            raise UsageError(f"{together} questions together: give at least 1")
+            raise UsageError(f"together is {together}: give at least 1")
         with exclusive(self.index.model):
             if reason := why_alone(self.index, self.config.attention, self.cache):
                 raise UsageError(f"{reason}; ask one question at a time")

@@ -239,7 +239,10 @@ def _fit(context: Context, inputs: Inputs, comparison: "Comparison") -> Context:
 
 
 def _is_cut_out(question: Question, context: Context, short: Context) -> bool:
-    """Whether the cut removed a part of the needle, or of the answer, at its only known position."""
+    """Whether `short`, a context without its middle, lacks a part of the needle or answer at its known position.
+
+    Returns False if no single position is known.
+    """
     if question.depth is None or short.text == context.text:
         return False
     first, half = round(question.depth * len(context.text)), len(short.text) // 2

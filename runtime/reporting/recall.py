@@ -436,7 +436,10 @@ def chosen_positions(rows: RowSet, layout: torch.Tensor | None, middle: int) -> 
 
 
 def _chosen(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a mask [Hk, Q, M] bool, in the order of positions, of the selected tokens."""
+    """Return a mask [Hk, Q, M] bool, in the order of positions, of the tokens at the selected `positions`.
+
+    `like` is a tensor of the mask's shape and device.
+    """
     chosen = like.new_zeros(*like.shape[:-1], like.shape[-1] + 1, dtype=torch.bool)
     return chosen.scatter_(-1, positions.expand(-1, like.shape[1], -1), True)[..., :-1]
 

@@ -295,8 +295,8 @@ def _together(
     """Return each setting once for each number of queries in `together`, which share one selection.
 
     Settings whose queries cannot share a selection are left out for numbers above 1. If the queries are of different
-    questions (`apart`), settings whose steps reuse a selection are left out for 1 too. Then `note` is called with a
-    line that names them. Raises UsageError with this line if no setting remains.
+    questions (`apart`), settings whose steps reuse a selection are left out for 1 too. If settings are left out, `note`
+    is called with a line that names them. Raises UsageError with this line if no setting remains.
     """
     several = [number for number in together if number > 1]
     reusing = dict.fromkeys(one.form.title for one in settings if one.form.method.cycle() > 1)
@@ -309,8 +309,8 @@ def _together(
     ]
     if several and alone:
         line = (
-            f"--together {','.join(map(str, several))} leaves out {', '.join(alone)}: a guard, a selection for several "
-            "steps, or what represents unselected tokens, holds for one query only"
+            f"--together {','.join(map(str, several))} leaves out {', '.join(alone)}: queries cannot share a guard, "
+            "a selection that several steps reuse, or one query's representation of unselected tokens"
         )
         if apart and reusing:
             line += f"; leave --together out to measure {', '.join(reusing)}"

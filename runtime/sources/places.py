@@ -162,7 +162,7 @@ class TokenDecoder:
         return texts
 
     def _byte_run(self, ids: list[int], start: int) -> list[str]:
-        """Return the texts of the byte tokens from `start` on."""
+        """Return the texts of the byte tokens of the run that begins at index `start` of `ids`."""
         stop = next((place for place in range(start, len(ids)) if ids[place] not in self._bytes), len(ids))
         texts = byte_texts(bytes(self._bytes[token] for token in ids[start:stop]), cut=stop == len(ids))
         if not self._lead and texts[0] == " ":
@@ -179,7 +179,7 @@ class TokenDecoder:
         return [*[""] * (stop - start - 1), text]
 
     def _is_silent(self, token: int) -> bool:
-        """Whether a token has no text in any sequence. Embeddings beyond the tokenizer's vocabulary have no name."""
+        """Whether a token has no text in any sequence, such as an id that only the model's embedding has."""
         return token in self._special or self.tokenizer.convert_ids_to_tokens(token) is None
 
     def _text(self, ids: list[int]) -> str:
@@ -393,10 +393,11 @@ class Places:
 
     @cached_property
     def _blocks(self) -> tuple[list[int], list[int]]:
-        """The first token of each block, and the number of line breaks before it.
+        """The first token of each block of tokens, and the number of line breaks before each block.
 
-        A block begins where a text's lines are counted from. The text before may be cut within a character, whose bytes
-        would be decoded together with the text's first line breaks.
+        A block also begins at each token from which a text's lines are counted. The text before this token may be cut
+        within a character. In one block, the character's bytes would be decoded together with the next text's first
+        line breaks.
         """
         edges = [0]
         for token in range(BLOCK, len(self.ids), BLOCK):

@@ -268,10 +268,10 @@ class MultiHop(LinkedFacts):
 
 
 class Sums(LinkedFacts):
-    """The numbers of people's apples: a given number, and the difference of another number to it, in any order.
+    """Pairs of facts about people's apples: one person's number, and how many more or fewer a second person has.
 
-    A question asks for the other number, which has two digits. No fact states a number that is asked for: given numbers
-    and differences are odd, so that the others are even.
+    The two facts are in any order. A question asks for the second person's number, which has two digits. No fact states
+    a number that is asked for: the numbers in facts are odd, and the numbers that are asked for are even.
     """
 
     name = "sums"

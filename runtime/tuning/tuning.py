@@ -89,7 +89,10 @@ def _slope(options: Sequence[Option], first: int, second: int) -> float:
 
 
 def _steps(layers: Sequence[Sequence[Option]]) -> list[tuple[int, int]]:
-    """Return each step along the layers' hulls as (layer, number of its next option), by falling gain per cost."""
+    """Return the steps along the layers' convex hulls of gain over cost, by falling gain per cost.
+
+    A step is a pair: the layer, and the number of the layer's next option.
+    """
     steps = []
     for layer, options in enumerate(layers):
         hull = _hull(options)

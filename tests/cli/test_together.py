@@ -50,7 +50,10 @@ def test_no_more_than_there_are_questions(place: Path) -> None:
 
 
 GUARDED = ("recall-report", "--index", "doc.skv", "--method", "multipole", "--budget", "5%", "--guard", "1%")
-ALONE = "a guard, a selection for several steps, or what represents unselected tokens, holds for one query only"
+ALONE = (
+    "queries cannot share a guard, a selection that several steps reuse, or one query's representation of "
+    "unselected tokens"
+)
 
 
 def test_variants_that_queries_cannot_share_are_named(place: Path) -> None:

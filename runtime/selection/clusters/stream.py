@@ -174,7 +174,7 @@ class _Open:
     clusters: list[int]
 
     def start(self, name: str) -> int:
-        """Return the index of the open block's first entry in a tensor of `lookup_tensors`."""
+        """Return the index, in a tensor of `lookup_tensors`, of the first entry of the block that takes new tokens."""
         if name == "token_order":
             return self.row
         return self.clusters[int(name.partition(".")[0].removeprefix("level")) if name.startswith("level") else 0]
@@ -257,7 +257,10 @@ class ClusterStream:
         return order
 
     def _places(self, tokens: int) -> torch.Tensor:
-        """Return each token's row [Hk, tokens], counted from the open block's first row; new tokens are last."""
+        """Return the row [Hk, tokens] of each token of the open block, counted from the block's first row.
+
+        New tokens have the last rows, in order.
+        """
         positions = self.rows["token_order"].rows[:, self.open.row :] - self.open.row
         new = torch.arange(positions.shape[1], tokens, device=positions.device)
         return torch.cat([positions.argsort(1), new.expand(len(positions), -1)], 1)
