@@ -286,12 +286,12 @@ def _same(given: Answers, base: Answers) -> float:
 
 
 INTRODUCTION = """\
-Answers of `python docs/benchmarks/real_models.py`. *Right* is the mean score in percent, over the questions of all
+`python docs/benchmarks/real_models.py` made this page. *Right* is the mean score in percent, over the questions of all
 tasks within the model's reach: those in which dense attention scores at least 20%. Below a table, tasks beyond this
 reach are marked `(beyond)`, and the table leaves them out. The columns *to dense* have differences to dense
 attention in points, paired by question, with 95% intervals of a bootstrap over contexts and their questions. One of
 these columns is of the tasks `niah-multikey-2` and `niah-multikey-3` alone. *Same text* is the share of answers
-with the text of dense attention's answer. `window` reads nothing of the document's middle, as a control.
+with the text of dense attention's answer. `window`, a control, reads only the prompt's first and last tokens.
 Baselines differ from their authors' code: quest has no dense layers here
 ([all differences](../explanation/baselines.md))."""
 HEADERS = ("method", "budget", "right, %", "to dense [95%]", "multi-key 2 and 3, to dense", "same text, %", "KV read")
