@@ -226,8 +226,8 @@ def learning_again(manifest: Manifest, added: int) -> frozenset[str]:
 
     After a dense prefill these are the methods whose indexer has `learns`: codebooks that were learned from a shorter
     text fit a longer text worse. These methods are built again when the text's length reaches 1.25, 1.56, 1.95, ...
-    times its first length. After a sparse prefill these are all methods that can append: the last chunk is prefilled
-    again, and so rows change from which these methods' tensors were built.
+    times its first length. After a sparse prefill these are all methods that can append. The last chunk is then
+    prefilled again, which changes rows from which the methods' tensors were built.
     """
     if not manifest.prefill.exact:
         return online_methods(manifest)

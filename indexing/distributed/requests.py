@@ -298,7 +298,7 @@ class Leader(Team):
             self.ranks.share(End())
 
     def _others_read(self, work: LayerWork, layers: Sequence[int], files: ArtifactWriter) -> bool:
-        """Whether the other ranks can read all files that this work reads, without waiting for checksums."""
+        """Whether the other ranks can read all files that this work reads. Does not wait for checksums."""
         shared = self._rows.files if self._rows else frozenset()
         context = {layer_file("context", layer) for layer in layers} - shared
         if any(files.is_new(name) for name in context):

@@ -39,8 +39,8 @@ def decode_attention(
         exact: keys and values [H, E, D] that are always attended. The rows of a head are contiguous; heads may have
             any stride, on a GPU the same for keys and values.
         centroids: sets of centroids. The heads of their values may have any stride. On a GPU at most one set may have
-            `rows`. A set with `scales` or `clusters` must have no `rows`, and no other set may lack `rows`. A set with
-            `scales` also needs `runs.scales`.
+            `rows`. A set with `scales` or `clusters` must have no `rows`, and must be the only set without `rows`. A
+            set with `scales` also needs `runs.scales`.
         sink_logits: [H, G] learned logits that take part in the softmax and have no value row.
         exact_count: [1] int32 on the query's device, the number of valid rows among the E exact rows; None: all.
 

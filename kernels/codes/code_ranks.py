@@ -66,7 +66,7 @@ class ProductCodes(ABC):
 
 @dataclass(frozen=True)
 class KeyCodes(ProductCodes):
-    """Product codes whose words are in the order of the keys, with any strides."""
+    """Product codes whose `words` are in the order of the keys; `words` may have any strides."""
 
     def in_order(self) -> torch.Tensor:
         return self.words

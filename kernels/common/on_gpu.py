@@ -37,7 +37,7 @@ class WithKernel(Generic[First, Rest, Result]):
     def __call__(self, first: First, /, *rest: Rest.args, **named: Rest.kwargs) -> Result:
         """Run the kernel if the first argument is on a GPU and the kernel supports the arguments; else the reference.
 
-        If `tensor` was passed to `on_gpu`, the device of the tensor that it returns decides.
+        If `on_gpu` got a function `tensor`, the device of the tensor that this function returns decides.
         """
         tensor: Any = first if self._tensor is None else self._tensor(first)
         if not tensor.is_cuda or not (self._fits is None or self._fits(first, *rest, **named)):

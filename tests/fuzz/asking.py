@@ -106,7 +106,7 @@ def _join(world: World, engine: Engine, said: list[torch.Tensor], random: Random
     if said and random.random() < 0.5:
         earlier = random.choice(said)
         asked = torch.cat([earlier[: random.choice([len(earlier), random.randint(1, len(earlier))])], asked])
-    with suppress(UsageError):  # too long for the model
+    with suppress(UsageError):  # the question is too long for the model
         engine.waiting.append(engine.sequence(Request(asked, Sampling(random.randint(1, world.case.answer + 2)))))
 
 
@@ -121,10 +121,11 @@ def lossless(world: World, index: OpenIndex) -> None:
     in_place, longest = random.random() < 0.5, random.choice([1, 2, 4 * case.answer, 20])
     sampling = random.choice([Sampling(longest), draw_sampling(random, longest)])
     for config in (choose_config(index.artifact, DENSE), world.config(index, **UNMEASURED)):
-        with suppress(UsageError):  # a state, RoPE that depends on the length, tokens that join the index
+        # Refused: a state, RoPE that depends on the length, or tokens that join the index.
+        with suppress(UsageError):
             kept = replace(config, lossless=True)
             engine = DraftingEngine(index, index.cache(kept), kept)
-            if in_place:  # as on a GPU
+            if in_place:  # verify the drafts in place, as on a GPU
                 engine.verification = Verification(index, engine.sequence_cache, LONGEST + 1)
             asked = [question_ids(index, world.question(place), raw=case.raw) for place in range(2)]
             told, streamed = f"drafted by {config.attention.name}", dict[int, list[TokenLogprobs | None]]()
@@ -217,7 +218,7 @@ def trace(world: World, index: OpenIndex) -> None:
     asked = question_ids(index, world.question(0), raw=case.raw)
     asker = world.asker(index, guard=None, ahead=False, placement="device")
     if appends(asker.cache.stored_layers):
-        return  # a trace is of tokens that stay where they are
+        return  # a trace needs tokens that stay at their positions
     traced = TracedIndex(index, asker.config)
     answer, document = traced.trace(asked, case.answer, truth=bool(case.more % 2))
     fed = fed_with(asked, answer.ids)
@@ -251,7 +252,7 @@ def trace_without(world: World, index: OpenIndex) -> None:
         return
     start = random.randrange(len(world.document) - 6)
     passage = world.document[start : start + random.randint(6, 40)]
-    if not passage.strip():  # of a padded text; --without refuses it as empty
+    if not passage.strip():  # white space of a padded text, which --without refuses
         return
     traced = TracedIndex(index, asker.config)
     hidden = traced.hide([passage])

@@ -40,7 +40,7 @@ def grow(world: World, index: OpenIndex) -> None:
         addition = encode_addition(world.tokenizer, text, prompt.chat, prompt.border)
         plan = growing_plan(artifact, world.loaded, addition, chunk_size=_chunk(world, random))
         build_index(plan, folder)
-    # the methods that took the tokens in have what they had before; rows and queries are of all tokens
+    # Methods that appended the tokens keep what they learned from the old text, so only the context is compared.
     same_as_fresh(world, folder, with_changes(plan, growth=None, base=None), methods=False)
     grown = world.open("index.skv")
     Checks(world, grown).after_growth()
@@ -57,13 +57,12 @@ def edit(world: World, index: OpenIndex) -> None:
     plan = world.plan()
     known = ["edit", "longer", "shorter", "sinks", "tail", "methods", "same", "int8", "prefill"]
     kinds = random.sample(known, random.choice([1, 1, 2]))
-    if (
-        not plan.config.prefill.exact and random.random() < 0.8
-    ):  # whose rows depend on more; in 8 bits none of them stay
+    # Rows of a sparse prefill depend on more settings than rows of a dense prefill. In int8 no such row is reused.
+    if not plan.config.prefill.exact and random.random() < 0.8:
         kinds = random.sample(["edit", "longer", "tail", "methods", "same"], random.choice([1, 1, 2]))
         kinds.append(random.choice(["sinks", "sinks", "sinks", "prefill", "longer"]))
         if random.random() < 0.4:
-            kinds = ["longer"]  # all that was there stays, but for what its end has changed
+            kinds = ["longer"]  # all rows are reused, except those that the old end of the text has affected
 
     if "edit" in kinds:
         place = random.randint(len(text) // 2, len(text) - 1)
@@ -223,7 +222,7 @@ def one_after_another(world: World, index: OpenIndex) -> None:
     A build that is refused, such as one without the appended text, runs again with force.
     """
     random, folder, plan, text = Random(world.case.more), world.folder / "index.skv", world.plan(), world.document
-    distance: int | None = None  # of the checkpoints in the index, which later builds keep
+    distance: int | None = None  # blocks between the index's stored states; later builds keep it
     known = True
     for more in reversed(range(random.choice([2, 3, 4]))):
         if random.random() < 0.2:

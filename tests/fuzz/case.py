@@ -171,15 +171,15 @@ def draw(seed: int, palette: Palette = NO_PALETTE) -> Case:
     case = _draw_index(random, case, palette)
     case = _draw_answers(random, case, palette)
     deed = random.choices(list(DEEDS), [one.weight for one in DEEDS.values()])[0]
-    if case.ends and random.random() < 0.4:  # answers that end by themselves matter to what follows them
+    if case.ends and random.random() < 0.4:  # what follows an answer depends on whether the answer ended by itself
         deed = random.choice(["talk", "saved", "append to a talk"])
         case = replace(case, answer=random.choice([3, 6, 12]))
     if case.encoding != UTF_8 and random.random() < 0.5:  # only commands read files
         deed = random.choice(["command", "folder", "append to a talk"])
-    if case.prefill != "dense" and random.random() < 0.7:  # whose rows depend on all that came before them
+    if case.prefill != "dense" and random.random() < 0.7:  # a sparse prefill's rows depend on all earlier rows
         deed = random.choice(["edit", "edit", "grow"])
     if case.family in WITH_STATES and deed in ("grow", "saved", "append to a talk"):
-        # states of tokens that were prefilled over rows in 8 bits are rounded with these, which no oracle follows
+        # States of tokens that were prefilled over int8 rows depend on the rows' rounding, which no oracle reproduces.
         case = replace(case, kv_dtype=None)
     threads = random.choice([2, 3]) if random.random() < 0.1 else 1
     case = replace(case, threads=threads, deed=deed, more=random.randint(0, 1_000_000))
@@ -224,7 +224,7 @@ def _draw_model(random: Random) -> Case:
 def _draw_document(random: Random, case: Case) -> Case:
     near = random.choice([128, 128, 128, 128, 256, 256, 256, 256, 512, 768])
     tokens = near + random.choice([-2, -1, 0, 0, 0, 1, 2]) if random.random() < 0.5 else random.randint(60, 300)
-    # where positions change, if they do: near the end of the document, before it or far behind
+    # The length from which positions are scaled: near the document's end, before it, or far beyond it.
     original = max(16, random.choice([tokens // 2, tokens - 1, tokens, tokens + 1, tokens + 9, tokens + 30, 2048]))
     return replace(
         case,
@@ -255,10 +255,11 @@ def _draw_index(random: Random, case: Case, palette: Palette) -> Case:
     chunk = random.choice([64, 64, 128, 256, 100, 255] if prefill != "dense" else [1, 7, 128, 256, 2048])
     if chunk < 64 and case.tokens > 130:
         chunk = 64
-    if prefill != "dense" and random.random() < 0.85:  # rows stay by blocks of 256 tokens and by whole chunks
+    if prefill != "dense" and random.random() < 0.85:  # rows are reused by blocks of 256 tokens and whole chunks
         whole = random.choice([256, 512, 512, 512, 3 * chunk, 4 * chunk]) + random.choice([-1, 0, 0, 0, 0, 0, 0, 40])
         case = replace(case, tokens=max(whole, sinks + tail + 2))
-    if prefill != "dense":  # the first layer's rows are the same after any prefill, and some models refuse others
+    # With one layer, a sparse prefill has the rows of a dense one. Some models refuse sparse prefills.
+    if prefill != "dense":
         layers, rope = max(case.layers, 2), random.choice([case.rope, "default", "default", "default"])
         case = replace(case, layers=layers, rope=rope, positions=0, window=random.choice([0, case.window]))
     names = random.sample([*indexers()], random.choice([1, 1, 1, 2, 2, 3]))

@@ -191,7 +191,7 @@ def by_lists(selector: Selector, layer: Layer) -> Ways:
     logits, exact = layer.of_products(products), layer.logits(query, keys)
     totals = torch.logaddexp(logits.logsumexp(-1), layer.beside.double())
     estimates = in_ranks(averaged(logits, totals), tokens)
-    # Slopes of lists are rounded to 1 / room of their sum.
+    # Slopes of lists are rounded to fractions of their sum; `rounding` bounds the error.
     parts = search.lists.codes.shape[1]
     rounding = 3 * math.sqrt(parts / 12) * HIGHEST / (HIGHEST * (LARGEST // HIGHEST - parts))
     unclear = (OCTAVE / 4 + rounding * reach * layer.facts.softmax_scale).amax(1)
@@ -200,7 +200,7 @@ def by_lists(selector: Selector, layer: Layer) -> Ways:
         yield Choice("the lists", estimates[:, t], held_by(estimates[:, t], chosen), tokens, unclear[:, t])
         again = search.select(one, layer.exact, keys, tokens, keys.shape[1] / tokens).rows.starts[:, 0]
         ranked = reranked(exact, totals, tokens)[:, t]
-        # The estimated log-sum-exps, which weigh the query heads, are of the rounded slopes.
+        # The estimated log-sum-exps, which weight the query heads, come from the rounded slopes.
         yield Choice("the reranked lists", ranked, held_by(ranked, again), tokens, unclear[:, t])
 
 
@@ -424,7 +424,7 @@ def expect_as_flat(world: World, form: MethodSpec, selector: Selector, rows: Lay
     for joint in (False, True):
         queries = Queries(layer.query, lambda: layer.positions, lambda: layer.beside, joint=joint)
         found, expected = (one.select(queries, budget) for one in (selector, flat))
-        if isinstance(found.cost.index_rows, float):  # down a hierarchy each query reads a number of its own
+        if isinstance(found.cost.index_rows, float):  # down a hierarchy, numbers of read rows differ by query
             same = torch.equal(found.rows.lengths, expected.rows.lengths)
             expect(same, "lookup of a large budget", f"of {form.title} is not the flat one")
 

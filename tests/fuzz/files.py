@@ -68,7 +68,7 @@ def _built(world: World, order: str) -> tuple[int, bool]:
     build += [] if case.rounded is None else ["--weights", case.rounded]
     if "is the index of another document" in run_here(*build).stderr:
         return ran(world, *build, "--force").code, True
-    return ran(world, *build).code, False  # as before: the index is up to date by now, or it is refused again
+    return ran(world, *build).code, False  # the index is already up to date, or the build is refused again
 
 
 def _check(order: str, before: Sequence[SourceFile]) -> Sequence[SourceFile]:

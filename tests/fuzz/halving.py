@@ -82,7 +82,7 @@ def _lossless(low: World, high: World, opened: OpenIndex, asked: torch.Tensor, n
     config = replace(choose_config(opened.artifact, DENSE), lossless=True)
     try:
         engine = DraftingEngine(opened, opened.cache(config), config)
-    except UsageError:  # a state, RoPE that depends on the length
+    except UsageError:  # refused: a state, or RoPE that depends on the length
         return
     answer = dict(engine.answers([Request(asked, Sampling(4 * low.case.answer))]))[0].ids
     ids = torch.cat([opened.input_ids, fed_with(asked, answer)])

@@ -244,7 +244,7 @@ def make_loud(model: PreTrainedModel, case: Case) -> None:
             module.bias.add_(case.loud * torch.randn_like(module.bias))
         elif kind in ("q_proj", "k_proj") and not kinds & {"q_norm", "q_layernorm"}:
             module.weight.mul_((1 + case.loud) ** 0.5)
-        elif kind == "q_b_proj":  # of queries of latent attention
+        elif kind == "q_b_proj":  # the queries' projection in latent attention
             module.weight.mul_(1 + case.loud)
         elif kind == "qkv_proj":
             module.weight[: -case.kv_heads * case.head_dim].mul_((1 + case.loud) ** 0.5)
@@ -273,7 +273,7 @@ def _made(key: tuple[Any, ...], device: str) -> PreTrainedModel:
                 parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
         if case.loud:
             make_loud(model, case)
-        if case.ends:  # often the likeliest of all tokens
+        if case.ends:  # makes tokens that end an answer often the likeliest
             model.get_output_embeddings().weight[[*{END, *case.eos}]] *= 4.0
         model.generation_config.eos_token_id = case.eos[0] if len(case.eos) == 1 else list(case.eos)
     return model.to(device)
@@ -283,12 +283,12 @@ TEMPLATES = {
     "chatml": CHAT_TEMPLATE,
     "bos": "{{ '<|start|>' }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}",
-    # Llama 2's: the answer's end stands in the template, and questions that follow begin anew
+    # Llama 2's: the template has the token that ends an answer, and each question begins anew
     "inst": "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|start|>[INST] ' + "
     "message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + ' <|end|>' }}{% endif %}{% endfor %}",
     "trims": "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
-    # ends no message by a token: the next one's beginning does it
+    # No token ends a message; it ends where the next message begins.
     "open": "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
 }

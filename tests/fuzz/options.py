@@ -88,7 +88,7 @@ def choices_of(kind: type, name: str) -> tuple[str, ...]:
     except UsageError as error:
         told = f"{error} {told}"
         words = re.findall(r"[a-z][a-z0-9-]*", told)
-    else:  # any text is taken here, and refused where it is used: the words that the help lists
+    else:  # The class accepts any text, and only its use refuses one. So the words that the help lists are drawn.
         words = re.findall(r"[a-z][a-z0-9-]*", told.rpartition(":")[2])
     found = {str(_default(field))}
     for word in words:

@@ -28,7 +28,7 @@ class Wrong(AssertionError):
 
 
 def expect(right: bool, kind: str, told: str) -> None:
-    """Raise Wrong if a condition is false."""
+    """Raise Wrong, with the kind of failure and the text `told`, unless `right`."""
     if not right:
         raise Wrong(kind, told)
 
@@ -154,7 +154,7 @@ def plain_over(
     device, stored = world.model.device, len(before)
 
     def behind(layer: int, keys: torch.Tensor, values: torch.Tensor, mask: Any) -> Any:
-        if world.case.family not in WITH_STATES:  # whose cache has the rows
+        if world.case.family not in WITH_STATES:  # with states, the cache already has the rows
             earlier = (
                 given[None, ..., : own.shape[-1]].to(own)
                 for given, own in zip(rows[layer], (keys, values), strict=True)

@@ -247,7 +247,7 @@ def eval_command(world: World, index: OpenIndex) -> None:
     asking += [] if world.case.rounded is None else ["--weights", world.case.rounded]
     with placed(world):
         expected = {question: ["nothing of it"] for question in questions}
-        for _ in range(2):  # then with words of the answers, so that scores are not all zero
+        for _ in range(2):  # in the second pass with words of the answers, so that scores are not all zero
             lines = [json.dumps({"question": one, "answers": answers}) for one, answers in expected.items()]
             Path("pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
             outcome = ran(world, *asking)

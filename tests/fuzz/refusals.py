@@ -14,7 +14,7 @@ BY_LENGTH = ("dynamic", "longrope")
 """Kinds of scaled positions whose rotation depends on the length of the sequence."""
 TUNING, TRACING, EVALUATING = (
     {"many commands", *more} for more in (("tune command", "tuned"), ("trace", "trace without"), ("eval command",))
-)  # deeds that run it
+)  # the deeds that tune, trace and evaluate
 
 
 DRAWING_INDEXERS = ("more methods", "edit", "one after another")
@@ -145,7 +145,7 @@ DUE = (
         r"--prefill \S+: the RoPE of \S+ depends on the prompt's length, so the prompt must be prefilled in one piece",
         lambda case: case.rope in BY_LENGTH,
     ),
-    # RoPE of a head's last channels
+    # Latent attention rotates only a head's last channels.
     Due(
         "--subspaces rope-pairs: how this model rotates its keys could not be determined",
         lambda case: case.family in LATENT,
@@ -155,14 +155,14 @@ DUE = (
         "|windowed RoPE needs to know how each layer rotates its keys, which this index does not record)",
         lambda case: case.family in LATENT,
     ),
-    # sharp attention: rounding of keys selects other tokens, and a conversion runs no model that would show it
+    # With sharp attention, int8 rounding of keys changes the attention. A conversion runs no model that would notice.
     Due(
         r"the (?:probe|canary) \(.*\) differs: .*; int8 storage changes this model's logits too much, or",
         lambda case: case.deed == "convert" and case.loud > 0,
     ),
-    # models whose masks are their own
+    # This family makes its own masks.
     Due(r"\S+ cannot be indexed: .* has a mask that the model itself makes", lambda case: case.family == "doge"),
-    # transformers 5.17 makes a window of no tokens of a config without one
+    # From a config without a window, transformers 5.17 makes a window of no tokens.
     Due(r"\S+ cannot be indexed: .* hides a token from itself", lambda case: case.family == "qwen2_moe"),
 )
 

@@ -159,7 +159,8 @@ def report_in_batches(world: World, index: OpenIndex) -> None:
             asked = index.artifact, [case.method], [config.budget], queries
             found.append(recall_report(*asked, configured=configured, device=index.device).rows)
     for whole, row in zip(*found, strict=True):
-        for name in ("selected_tokens", "kv_fraction"):  # of equal scores a method may choose others for a query alone
+        # Among tokens of equal score, a method may choose others if a query is alone.
+        for name in ("selected_tokens", "kv_fraction"):
             expected, told = getattr(whole, name), getattr(row, name)
             right = abs(told - expected) <= 2 * APART * max(1, abs(expected))
             expect(right, "report in batches", f"{name} of {form}, {few} at once: {told}, not {expected}")

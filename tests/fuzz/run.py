@@ -115,7 +115,7 @@ def drawn(given: argparse.Namespace, seed: int) -> Any:
 def work(given: argparse.Namespace) -> int:
     """Answer each line of standard input, a request as JSON, by a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed meanwhile is no answer
+    os.dup2(2, 1)  # other prints of this process go to stderr, so that stdout has only answers
     prepare()
     from fuzz.checks import failure
     from fuzz.shrink import shrunk
@@ -282,7 +282,7 @@ class Fuzzing:
             self.failed[seed] = kind
             shrink = self.kinds[kind] <= SHRUNK_OF_A_KIND and not self.given.no_shrink and answer["case"]
         simple = worker.ask({"seed": seed, "kind": kind}, EACH_CASE + 2 * SHRINKING) if shrink else answer
-        if simple["kind"] != kind:  # it does not fail each time
+        if simple["kind"] != kind:  # the simplified case did not fail in the same way
             simple = answer
         with self.lock:
             print(f"FAILED seed {seed}: {simple['told']}", flush=True)

@@ -198,7 +198,7 @@ def tasks(world: World, index: OpenIndex) -> None:
 
     async def all_of_them() -> list[Answer | None]:
         answers = await asyncio.gather(*(ask(place) for place in range(len(asked))))
-        # What was given up still runs, or waits: who asks now comes after it.
+        # Abandoned questions may still run or wait. A question that is asked now comes after them.
         return [*answers, *[await asyncio.to_thread(one.ask, asked[0], Sampling(case.answer)) for one in askers]]
 
     for place, answer in enumerate(asyncio.run(all_of_them())):

@@ -58,7 +58,7 @@ def test_refusal_is_due_where_the_case_makes_it_so() -> None:
 
 
 def drawn(sampling: Sampling, logits: torch.Tensor) -> list[int]:
-    """Return tokens as an answer draws them."""
+    """Draw a token from each row of logits [A, V], one after another, with the random numbers of an answer."""
     random = torch.Generator(logits.device).manual_seed(sampling.seed)
     return [draw_tokens(row[None].clone(), sampling, [random])[0] for row in logits]
 

@@ -59,7 +59,7 @@ def _asked(model: PreTrainedModel, family: str, folder: Path, begun: list[str]) 
     tokens = random_ids(QUESTION + STEPS, seed=1)
     ids = torch.cat([index.input_ids, tokens])
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # in transformers 5.17 VaultGemma's other one drops the soft cap
+        model.set_attn_implementation("eager")  # other attention of VaultGemma in transformers 5.17 drops the soft cap
     with torch.inference_mode():
         own = model(input_ids=ids[None], use_cache=False).logits[0, -len(tokens) :]
     caches = {"dense": index.dense_cache(), "100%": index.cache(sparse("codes", Codes(), Budget.parse("100%")))}

@@ -101,7 +101,7 @@ class Zygote:
     """
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="zygote-")  # a home folder for the libraries' files
+        self._folder = tempfile.TemporaryDirectory(prefix="zygote-")  # home folder for files that libraries write
         home, self.socket = self._folder.name, f"{self._folder.name}/socket"
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self._process = subprocess.Popen(

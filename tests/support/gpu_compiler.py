@@ -126,7 +126,9 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
     codes = LaidOutCodes(torch.zeros(H, D, D).half(), books, words, 4096, spans_of(books))
     clusters = WeighedClusters(torch.zeros(H, 64, D, dtype=dtype), torch.zeros(H, 64).int(), torch.zeros(H, 64))
     groups = KeyGroups(torch.zeros(H, 4096, dtype=torch.int16), torch.zeros(H, 64, dtype=torch.int32))
-    for few, many in ((1, 1), (0, 1), (0, 0)) if more else ((1, 1),):  # tiles per SM; there is less than one here
+    for few, many in (
+        ((1, 1), (0, 1), (0, 0)) if more else ((1, 1),)
+    ):  # limits in tiles per SM; these launches have less than one
         with patch.multiple(code_ranks_triton, MANY_TILES=few, MOST_TILES=many):
             ranks = code_ranks_triton.rank_codes_triton(query, codes, clusters, about[0], 100, *about[1:]).ranks
         with patch.object(top_ranks_triton, "MANY", few):

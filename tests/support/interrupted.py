@@ -34,7 +34,7 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
     if _running[0].operations > 0:
         return
     if event == "os.rename" and _running[0].operations == 0:
-        # as if the kill had come in the middle of writing the file that is about to be renamed
+        # as if the process had been killed while it wrote the file that it is about to rename
         for half_written in _running[0].folder.rglob(Path(str(arguments[0])).name):
             os.truncate(half_written, half_written.stat().st_size // 2)
     raise Killed

@@ -3,7 +3,7 @@
 PEAK = """
 import re
 def peak():
-    # Not getrusage: what it says begins with the peak of the process that started this one.
+    # Not getrusage, whose peak includes that of the process that started this one.
     status = open("/proc/self/status").read()
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
 """

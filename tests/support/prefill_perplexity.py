@@ -22,7 +22,7 @@ def prefill_perplexity(
     chunk_size: int = 128,
     sinks: int = 10,
 ) -> float:
-    """exp of the mean negative log-likelihood of the last tokens of a text, each given all before it.
+    """Compute the perplexity of the last tokens of a text, each predicted from all tokens before it.
 
     All chunks attend by the prefill, those before the measured tokens too.
 

@@ -59,7 +59,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def _packed(bits: int) -> Callable[[Weights], tuple[dict[str, Any], Weights]]:
-    """Weights that compressed-tensors packs into int32, as GPTQ's and AWQ's are written."""
+    """Return a function that packs weights into int32 as compressed-tensors writes those of GPTQ and AWQ.
+
+    The function returns the quantisation settings of the model's config, and the tensors of the checkpoint.
+    """
 
     def pack(weights: Weights) -> tuple[dict[str, Any], Weights]:
         arguments = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
@@ -93,7 +96,7 @@ def _packed(bits: int) -> Callable[[Weights], tuple[dict[str, Any], Weights]]:
 
 
 def _fp8(weights: Weights) -> tuple[dict[str, Any], Weights]:
-    """Weights in float8 with a scale for each block, as DeepSeek's are written."""
+    """Round weights to float8 with a scale for each block, as DeepSeek writes them; return settings and tensors."""
     found: Weights = {}
     for name, weight in weights.items():
         found[name] = weight

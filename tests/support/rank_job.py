@@ -98,14 +98,14 @@ def _become(number: int, home: str) -> None:
     """Make this process one of the ranks, in its current folder."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
     os.chdir(home)
-    torch.set_num_threads(1)  # torch renews a pool that went through a fork
+    torch.set_num_threads(1)  # torch renews its thread pool after a fork
 
 
 if __name__ == "__main__":
     families, methods, kv_dtype, *places = sys.argv[1:]
-    second = os.fork()  # rather than to import all of it twice
+    second = os.fork()  # a fork saves a second import of all modules
     number = 0 if second else 1
     _become(number, places[2 * number])
     main(Path(places[2 * number + 1]), families.split(","), methods.split(","), kv_dtype)
     ended = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) if second else 0
-    os._exit(ended)  # as the command ends: threads of gloo's may abort a process that Python clears away
+    os._exit(ended)  # like the command: at Python's normal exit, threads of gloo may abort the process

@@ -62,7 +62,7 @@ def reference_attention(
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖actual - expected‖ / ‖expected‖ over all entries, in float64; infinite where `actual` is not finite."""
+    """Compute ‖actual - expected‖ / ‖expected‖ over all entries, in float64; infinite where `actual` is not finite."""
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
     actual, expected = actual.detach().double(), expected.detach().double()
     if not bool(torch.isfinite(actual).all()):

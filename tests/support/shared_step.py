@@ -75,7 +75,7 @@ def some_case(
     def rows(seed: int, *shape: int) -> torch.Tensor:
         return normal(seed, *shape, D).to(dtype).to(DEVICE)
 
-    query = 2 * rows(0, B, Hk, G).permute(1, 2, 0, 3)  # token by token, as a model has it
+    query = 2 * rows(0, B, Hk, G).permute(1, 2, 0, 3)  # in memory token by token, as a model lays it out
     last = 1 + 7 * torch.arange(B, device=DEVICE) % T
     own = OwnRows(
         rows(1, S, Hk, T), rows(2, S, Hk, T), torch.arange(B, device=DEVICE) % S, (last - 9).clamp(min=0), last

@@ -56,7 +56,7 @@ def small_plan(family: str = "llama", *, tokens: int = 300, text: str = TEXT, **
     """Return a plan over the first `tokens` bytes of a text, with few sinks, a short tail and two levels of
     clusters."""
     loaded = small_model(family)
-    read = text[: 2 * tokens]  # so that a long text is cut, of which all would take longer to encode
+    read = text[: 2 * tokens]  # only the part that is needed, because encoding takes time
     plan = BuildPlan(
         loaded=loaded,
         prompt=encode_prompt(loaded.tokenizer, read, max_tokens=tokens),

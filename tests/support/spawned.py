@@ -31,5 +31,5 @@ def exit_codes(does: Callable[..., None], given: Sequence[tuple[Any, ...]], seco
         one.join(seconds)
     codes = [one.exitcode for one in processes]
     for one in processes:
-        one.kill()  # where one has failed the others wait for it
+        one.kill()  # if one process has failed, the others wait for it
     return codes

@@ -54,10 +54,10 @@ def _early(path: Path) -> set[int]:
         data = path.read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
         record = json.loads(data[8:begin])["keys"]
-    except (FileNotFoundError, ValueError):  # it has got its name, or no header yet
+    except (FileNotFoundError, ValueError):  # the file was renamed when complete, or has no header yet
         return set()
     start, end = (begin + place for place in record["data_offsets"])
     shape = (*record["shape"][:2], (end - start) // (record["shape"][0] * record["shape"][1]))
-    # It is as long as its last byte that was written.
+    # The file ends with the last byte that was written. The rest counts as zeros.
     rows = np.frombuffer(data[start:end].ljust(end - start, b"\0"), np.uint8).reshape(shape)
     return set() if rows[:, -1].any() else {head for head, own in enumerate(rows) if own[0].any()}

@@ -5,7 +5,7 @@ import torch
 from sparsekv.kernels.distributed.shared_memory import MOST_BYTES, PROGRAMS, SharedMemory
 from sparsekv.kernels.distributed.sum_triton import sum_triton
 
-# More numbers, then fewer, of other dtypes: each sum uses the same memory as those before it, in turns.
+# Sizes rise and fall and dtypes change, because all sums use the same two buffers in turn.
 PARTS = (
     ((1, 1, 4096), torch.bfloat16),
     ((3, 5), torch.float32),

@@ -44,7 +44,7 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": POSITIONS,
-    # ten times the usual: attention of a random model is then far from uniform
+    # ten times the usual value, so that a random model's attention is far from uniform
     "initializer_range": 0.2,
     "pad_token_id": PAD,
     "bos_token_id": START,
@@ -67,7 +67,7 @@ def build_tiny(kind: type[PreTrainedConfig], **changes: Any) -> Callable[[], Pre
                 kind(**(COMMON | changes)), dtype=torch.float32
             ).eval()
             for name, parameter in model.named_parameters():
-                # norms, biases and sinks start out as ones and zeros, which would hide that they are left out
+                # Norms, biases and sinks are ones or zeros at first. Then no test would notice their absence.
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter) + (3.0 if name.endswith("sinks") else 0.0))
         return model

@@ -162,7 +162,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     """
     make, template, begin, end = KINDS[kind]
     backend = make()
-    if "{{ bos_token" in template:  # in these files the tokenizer, too, begins a text with it
+    if "{{ bos_token" in template:  # in such families the tokenizer, too, puts it before a text
         first = [(begin, backend.token_to_id(begin))]
         backend.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=first)
     eos = {"llama-3": "<|end_of_text|>", "gemma": "<eos>", "phi-3": "</s>"}.get(kind, end)
@@ -175,6 +175,6 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     )
     if "<unk>" in tokenizer.get_vocab():
         tokenizer.unk_token = "<unk>"
-    if kind == "phi-3":  # whose tokens take the white space behind them
+    if kind == "phi-3":  # its special tokens swallow the white space after them
         tokenizer.add_tokens([AddedToken(token, rstrip=True, normalized=False, special=True) for token in PHI_3_TOKENS])
     return tokenizer

