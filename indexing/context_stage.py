@@ -412,7 +412,7 @@ class ContextStage:
     def _remedy(self) -> str:
         earlier, prefix, dtype = self.build.earlier, self.reuse.prefix_tokens, self.plan.dtype
         if prefix and earlier is not None and not earlier.is_finite(prefix):
-            return f"they were taken from {self.writer.folder}, where they are not; {REBUILD}"
+            return f"they were taken from {self.writer.folder}, whose rows are not finite either; {REBUILD}"
         if dtype == "float32":
             return "the model's weights may be damaged: use another checkpoint"
         return "use --dtype bfloat16 or float32" if dtype == "float16" else "use --dtype float32"

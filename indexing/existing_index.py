@@ -137,7 +137,7 @@ def tell_what_is_there(build: Build, reuse: ReusePlan) -> None:
         )
     elif base.prompt.ids_sha256 != build.ids_sha256:
         same, text = reuse.prefix_tokens, base.prompt.text_sha256 == plan.prompt.text_sha256
-        of = f"this text, where {build.split.tokens:,} are built" if text else "another text"
+        of = f"this text (this call indexes {build.split.tokens:,})" if text else "another text"
         settings = [*_other_prompt(build, base), *_other_settings(build, base)]
         if not settings and (changed := _changed_files(build, base)):
             tell(f"{writer.folder}: kept {same:,} of {base.split.tokens:,} tokens: {changed}")
@@ -200,7 +200,7 @@ def _other_prompt(build: Build, base: Manifest) -> list[str]:
     found = [reason for reason, differs in reasons.items() if differs]
     if not found and before.chat is not None and now.chat is not None and before.chat.before != now.chat.before:
         has, gives = first_difference(before.chat.before, now.chat.before)
-        found.append(f"{has!r} in the chat template's head where it now has {gives!r}")
+        found.append(f"{has!r} in the chat template's text before the document, instead of {gives!r}")
     return found
 
 

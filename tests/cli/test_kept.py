@@ -94,7 +94,7 @@ def test_rounded_rows_of_an_earlier_text_are_told_to_be_replaced(place: Path) ->
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--max-tokens", "300"), "are built: the first "),
+        (("--max-tokens", "300"), "of this text (this call indexes "),
         (
             ("--sinks", "4"),
             "doc.skv was built with --sinks 10, unlike this call: keys, values and methods",

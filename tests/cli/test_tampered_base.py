@@ -69,7 +69,7 @@ def test_rows_that_are_no_numbers_are_not_the_models_fault(place: Path) -> None:
     refused = run_here(*BUILD)
     assert refused.code == 1
     assert "keys of layer 1 are not finite in float32" in refused.stderr
-    assert "they were taken from doc.skv, where they are not; build the index again" in refused.stderr
+    assert "they were taken from doc.skv, whose rows are not finite either; build the index again" in refused.stderr
     assert run_here(*BUILD, "--force").code == 0
 
 

@@ -110,7 +110,7 @@ def _fp8(weights: Weights) -> tuple[dict[str, Any], Weights]:
 
 
 def _mxfp4(weights: Weights) -> tuple[dict[str, Any], Weights]:
-    """Random weights of the experts in float4 with an exponent for each 32, as those of gpt-oss are written."""
+    """Make random expert weights in float4, with an exponent for each 32, like gpt-oss; return settings and tensors."""
     found: Weights = {}
     generator = torch.Generator().manual_seed(0)
     for name, weight in weights.items():
