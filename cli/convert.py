@@ -36,9 +36,9 @@ def convert(
 
     The prompt, its queries and the probe (the logits that a model must give over the index) are copied. Keys and values
     are rounded, and every method is built anew from the rounded keys and values, with its old parameters. Keys, values
-    and methods are those of build-index --kv-dtype int8. No model is loaded, so the probe stays that of the exact keys
-    and values. The copy has the text that was appended to INDEX, too, but methods are built as if all of the text had
-    been there at once. A default that tune found for INDEX is not kept.
+    and methods are those of build-index --kv-dtype int8. No model is loaded, so the probe keeps the logits over the
+    exact keys and values. The copy has the text that was appended to INDEX, too, but methods are built as if all of the
+    text had been there at once. A default that tune found for INDEX is not kept.
 
     \b
     sparsekv convert manual.skv --kv-dtype int8 -o manual-int8.skv

@@ -90,10 +90,10 @@ class TraceOptions:
 def trace(options: TraceOptions) -> None:
     """Answer a question over an index and show what each token of the answer attended to, by layer and KV head.
 
-    The answer streams to stdout, or with --json the trace is printed there: how much attention each passage gets by
-    chosen tokens, by centroids that represent other tokens and, with --truth, how much is missed. Page and JSON name
-    the answer's sources: up to eight passages of the document, with file and lines. Attention does not explain an
-    answer; --without tests whether a passage matters.
+    The answer streams to stdout; with --json the trace is printed there instead. The trace has the attention that each
+    passage gets by selected tokens, and by centroids that represent other tokens. With --truth it also has the
+    attention that is missed. Page and JSON name the answer's sources: up to eight passages of the document, with file
+    and lines. Attention does not explain an answer; --without tests whether a passage matters.
 
     \b
     sparsekv trace --index manual.skv "How is it installed?" --truth -o trace.html

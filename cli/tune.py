@@ -301,15 +301,15 @@ class TuneOptions:
 @app.command(cls=Command)
 @with_options(TuneOptions)
 def tune(options: TuneOptions) -> None:
-    """Find each method's cheapest setting that meets a target, and make the cheapest of all the index's default.
+    """Find each method's cheapest setting that meets a target, and make the cheapest of these the index's default.
 
     The cheapest setting is the one that reads the fewest keys and values. With --cheapest time it is the fastest one on
     this machine: among each method's settings that meet the target and read least, the time of a step is measured.
     Neither way counts right answers, which `eval` does. Settings are searched on one half of the document's tail and
     verified on the other half. If a setting misses the target there, the search is repeated with a stricter target. The
-    search takes some 20 rounds, which are minutes on a CPU, and less time with fewer --method. `generate` uses the
-    default when it is given no --method, --budget, --residual or option of a method. --model, --dtype and --weights are
-    for --target-perplexity, which alone runs the model. docs/reference/measures.md explains the words.
+    search takes some 20 rounds: minutes on a CPU, and less with fewer --method. `generate` uses the default when it is
+    given no --method, --budget, --residual or option of a method. Only --target-perplexity runs the model, and takes
+    --model, --dtype and --weights. docs/reference/measures.md explains the words.
 
     \b
     sparsekv tune --index manual.skv --target-recall 0.9

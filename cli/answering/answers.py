@@ -83,7 +83,7 @@ class Questions:
         return [None if of_batch and not text.strip() else self._encode(index, text, line) for line, text in lines]
 
     def note_plain(self, index: OpenIndex, first: int, *, quiet: bool) -> None:
-        """Note which special tokens the questions from index `first` on contain, if these are read as plain text.
+        """Print a note with the special tokens in the questions from index `first` on, which are read as plain text.
 
         Prints nothing if there are none, with `quiet`, or if special tokens keep their meaning.
         """
@@ -203,7 +203,7 @@ class Schedule:
     def compile(self, mode: str, *, quiet: bool) -> None:
         """Compile the model's layers if the mode is `on`, or if it is `auto` and the answers may take enough steps.
 
-        `mode` is the value of `--compile`. A failure is only noted, except in the cases below.
+        `mode` is the value of `--compile`. After a failure a note is printed, except in the cases below.
 
         Raises:
             SparsekvError: the layers cannot be compiled, and the mode is `on` or there are several ranks. The other

@@ -316,7 +316,7 @@ class Choices:
     def of(
         cls, options: AttentionOptions, artifact: Artifact, config: DecodeConfig, left_out: Mapping[str, Any]
     ) -> Self:
-        """Take the settings from the command line.
+        """Return the settings that a command line gives.
 
         Args:
             config: the config that was made from the same options.

@@ -168,8 +168,10 @@ def _names(from_file: str) -> list[str]:
 
 
 def _as_written(line: str) -> str:
-    """Return the file name in a line. Blanks around the name are removed only if a file exists without them and none
-    exists with them."""
+    """Return the file name in a line.
+
+    Blanks around the name are removed if a file has the name without the blanks, and no file has the name with them.
+    """
     return line.strip() if not os.path.lexists(line) and os.path.lexists(line.strip()) else line
 
 
@@ -193,8 +195,8 @@ def _place(name: str) -> str:
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
     """Raise UsageError if `output` cannot contain several indices.
 
-    It cannot if it is a file or an index, if its name ends in .skv, or if it does not exist and its name has one of the
-    documents' `extensions` or that of another text.
+    It cannot if it is a file or an index, or if its name ends in .skv. If it does not exist, its name must also not
+    have one of the documents' `extensions` or the extension of another kind of text.
     """
     if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return

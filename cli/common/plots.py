@@ -169,7 +169,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _log_scale(axis: Axes) -> None:
-    """Make y logarithmic with plain numbers as labels, because powers of ten would need math text, which is off."""
+    """Make the y axis logarithmic, with plain numbers as labels: powers of ten would need math text, which is off."""
     axis.set_yscale("log")
     for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         which(LogFormatter(minor_thresholds=(2, 0.5)))

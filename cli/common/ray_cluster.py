@@ -155,8 +155,9 @@ class RayCluster(Generic[HashableJob]):
     def _bury(
         self, job: HashableJob | None, waiting: list[HashableJob], error: Exception
     ) -> Iterator[tuple[HashableJob, str]]:
-        """Count the death of a worker. Its job goes to the end of the queue; after too many deaths it is yielded with
-        an error.
+        """Count the death of a worker. Its job goes to the end of the queue.
+
+        After MOST_DEATHS deaths with this job, the job is yielded with an error instead.
 
         At the end of the queue, a job that kills its workers delays no other job. If workers die for another reason,
         different jobs are affected, and none is set aside early.

@@ -179,7 +179,7 @@ def _leave_out_others_methods(ctx: Any, options: dict[str, Any]) -> None:
 
 
 def _leave_out_unread(ctx: Any, options: dict[str, Any]) -> None:
-    """Ignore values of `sparsekv.toml` for methods' options that no method reads with the other options' values."""
+    """Ignore values of `sparsekv.toml` for methods' options that no method reads, given the other options' values."""
     of_file = [one for one in options.values() if owners(one) and source_of(ctx, one.name) == "DEFAULT_MAP"]
     if not of_file:
         return

@@ -87,7 +87,7 @@ class Preloaded:
             yield from map_pages(model.parameters())
 
     def described(self) -> list[str]:
-        """Return a description of each open index. It says so if the index's files have changed since it was opened."""
+        """Return a description of each open index, which also says if the index's files have changed since then."""
         from sparsekv.runtime.decoding.kept import kept_indices
 
         anew = "; changed since, so commands open it anew"

@@ -254,7 +254,7 @@ class EvalOptions:
 
         Raises:
             UsageError: options contradict each other, or the name of an output file or of a Ray cluster is not valid.
-            SparsekvError: a file of this name exists, and is no such output of sparsekv.
+            SparsekvError: an output file exists already, and was not written by sparsekv.
         """
         self.format.check()
         check_ray(self.ray, self.workers)

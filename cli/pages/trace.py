@@ -151,7 +151,7 @@ def say_json(document: dict[str, Any]) -> int:
 
 def describe_size(document: dict[str, Any], size: int | None) -> str:
     """Return a line with the numbers of records, tokens, layers and KV heads of a trace. `size` is the number of bytes
-    that were written or printed; None: nothing was."""
+    that were written or printed; None: the trace was neither written nor printed."""
     counts = len(document["answer_tokens"]), len(document["layers"]), document["kv_heads"]
     recorded = "{:,} records of {:,} tokens, {} layers and {} KV heads".format(len(document["records"]), *counts)
     return f"{recorded}, {size:,} bytes" if size is not None else f"{recorded}; -o FILE or --json keeps them"

@@ -49,7 +49,7 @@ ROUNDING = 1e-6
 
 
 def legend(rows: Sequence[RecallRow], manifest: Manifest) -> list[str]:
-    """Return the lines to print below a table of these report rows. `manifest` is that of the index."""
+    """Return the lines to print below a table of these report rows. `manifest` is the index's manifest."""
     columns = [line for name, line in OPTIONAL.items() if any(getattr(row, name) is not None for row in rows)]
     fixed = [line.format(dtype=counted_dtype(manifest)) for line in LEGEND]
     return [*fixed, *columns, *_odd(rows, manifest.split.middle), *filter(None, [windows_line(manifest)])]
@@ -191,7 +191,7 @@ def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
 def best_line(report: RecallReport, within: float) -> str:
     """Return a sentence about the row of least error at a kv fraction up to `within`.
 
-    If there is none, the sentence says that no row reads so little, or that no query was measured alone.
+    Without such a row, the sentence says that no row reads so little, or that no query was measured alone.
     """
     best, numbers = report.best_within(within), {row.together for row in report.rows}
     if 1 not in numbers:

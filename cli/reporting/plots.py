@@ -68,7 +68,7 @@ def _front(axis: Axes, rows: list[RecallRow]) -> None:
 
 
 def _scale_errors(axis: Axes, errors: list[float]) -> None:
-    """Make y logarithmic. If there are errors of 0, y is linear from 0 to the least error above 0."""
+    """Make the y axis logarithmic. If some errors are 0, the axis is linear from 0 to the least error above 0."""
     if all(errors):
         axis.set_yscale("log")
         return in_percent(axis.yaxis, logarithmic=True)
@@ -83,7 +83,7 @@ def _scale_errors(axis: Axes, errors: list[float]) -> None:
 
 
 def _scale_reads(axis: Axes) -> None:
-    """Make x logarithmic from the first tick above 0 on, because most methods lie close together there."""
+    """Make the x axis logarithmic from the first tick above 0 on, because most methods lie close together there."""
     axis.set_xscale("symlog", linthresh=SHARES[1], linscale=0.15)
     axis.set_xlim(left=0)
     axis.xaxis.set_major_locator(FixedLocator(SHARES))
@@ -94,8 +94,8 @@ def _scale_reads(axis: Axes) -> None:
 def _name(row: RecallRow, sharing: bool) -> str:
     """Return the name of the line to which a row's point belongs.
 
-    A line is a method's variant at all budgets. If the report compares numbers of queries that share a choice
-    (`sharing`), a line is a variant at one budget and all numbers.
+    A line is a method's variant at all budgets. If the report compares numbers of queries that share a selection
+    (`sharing`), a line is a variant at one budget, and its points are these numbers.
     """
     parts = (row.method, row.variant, f"at {row.budget_tokens:,} tokens") if sharing else (row.name,)
     return " ".join(part for part in parts if part)

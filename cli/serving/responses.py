@@ -32,7 +32,10 @@ class Sent(BaseModel):
 
 
 class CachedTokens(Sent):
-    """Number of prompt tokens that were not prefilled for this answer: the document and the kept turns."""
+    """Number of prompt tokens that were not prefilled for this answer.
+
+    These are the document, and earlier turns of the conversation whose keys and values were kept.
+    """
 
     cached_tokens: int
 

@@ -177,7 +177,7 @@ class Shelf:
         """Serve an index. It replaces an index of the same name. Other indices are closed if memory is exceeded.
 
         Args:
-            state: the `state_of` the index's folder before the index was opened.
+            state: the result of `state_of` for the index's folder before the index was opened.
         """
         self._served.pop(served.name, None)
         self.scheduler.add(served.name, served.opened)
