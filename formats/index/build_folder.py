@@ -15,7 +15,15 @@ from sparsekv.formats.errors import ArtifactError, WaysOut, reason_of
 from sparsekv.formats.index.folder import LOCK, MARKER, Folder, acquire_lock, is_marked, mark
 from sparsekv.formats.index.kept_prefill import NOTE, PrefillNote, prefill_note
 from sparsekv.formats.index.layout import check_layout, check_names, in_this_form
-from sparsekv.formats.index.manifest import JOURNAL, KeptJournal, is_index, manifest_bytes, manifest_in, read_journal
+from sparsekv.formats.index.manifest import (
+    JOURNAL,
+    Journal,
+    KeptJournal,
+    is_index,
+    manifest_bytes,
+    manifest_in,
+    read_journal,
+)
 from sparsekv.formats.index.reader import CPU, map_tensors, on_device
 from sparsekv.formats.index.schema import MANIFEST, FileRecord, Manifest
 
@@ -66,6 +74,8 @@ def check_output(path: Path) -> None:
 class BuildFolder:
     """The folder of one build. Entering the context creates the folder and acquires its lock.
 
+    A build that leaves nothing to resume, such as one that is refused, leaves no folder that it has created.
+
     Args:
         folder: the index's folder, `NAME.skv`; created if missing.
         force: reuse no files. A finished index in the folder stays valid until it is replaced.
@@ -86,19 +96,47 @@ class BuildFolder:
         """Number of files that an interrupted build completed and the finished index lacks."""
         self._whole = set[tuple[str, str]]()
         self._damaged: dict[str, bool] = {}  # whether `newly_damaged` has returned the path, by path
+        self._created = list[Path]()  # folders that this build has created, the innermost first
 
     def __enter__(self) -> Self:
         with self._writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._create()
             self._folder = Folder(self.folder)
             refuse_foreign(self._folder)
             self._lock = acquire_lock(self.folder)
         try:
             self._recover()
         except BaseException:
-            self._lock.release()
+            self._leave()
             raise
         return self
+
+    def _create(self) -> None:
+        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        for path in reversed(missing):
+            with suppress(FileExistsError):  # another process has just created it
+                path.mkdir()
+                self._created.insert(0, path)
+
+    def _leave(self) -> None:
+        """Release the lock. If the folder holds nothing to resume, remove this build's files and folders before."""
+        try:
+            with suppress(OSError):
+                self._remove_if_empty()
+        finally:
+            self._lock.release()
+
+    def _remove_if_empty(self) -> None:
+        journal = read_journal(self._folder) or Journal()
+        if MANIFEST in self._folder.names() or journal.files or journal.notes:
+            return
+        self._folder.remove([], leftovers_of=journal.paths)  # with subfolders that are then empty
+        if set(self._folder.names()) <= {LOCK, MARKER, JOURNAL}:
+            # The lock is still held, so no other build has begun. One that begins now has a lock file of its own, and
+            # its folder is not empty.
+            self._folder.remove([JOURNAL, MARKER, LOCK])
+            for path in self._created:
+                path.rmdir()
 
     @property
     def notes(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class ArtifactWriter(BuildFolder):
             try:
                 self._leave_rows()
             finally:
-                self._lock.release()
+                self._leave()
 
     @property
     def files(self) -> dict[str, FileRecord]:

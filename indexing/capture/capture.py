@@ -49,10 +49,6 @@ class ContextLayer(RowLayer):
         Raises:
             SparsekvError: there are more rows than prompt tokens, or the call lacks the queries of some of its tokens.
         """
-        if call.query.shape[1] != call.keys.shape[1]:
-            raise SparsekvError(
-                f"layer {call.layer} skips tokens whose logits are not needed, so an index would lack these tokens"
-            )
         if not self.is_initialized:
             self.lazy_initialization(call.keys[None], call.values[None])
         assert self.keys is not None
@@ -60,6 +56,11 @@ class ContextLayer(RowLayer):
         start, self.seen = self.seen, self.seen + call.keys.shape[1]
         if self.seen > self.tokens:
             raise SparsekvError("its layers attend several times for each token, which an index cannot represent")
+        # Checked second, because a layer that attends again may do so over rows that an earlier pass has cached.
+        if call.query.shape[1] != call.keys.shape[1]:
+            raise SparsekvError(
+                f"layer {call.layer} skips tokens whose logits are not needed, so an index would lack these tokens"
+            )
         self.keys[0, :, start : self.seen] = call.keys
         self.values[0, :, start : self.seen] = call.values
         return replace(call, keys=self.keys[0, :, : self.seen], values=self.values[0, :, : self.seen])

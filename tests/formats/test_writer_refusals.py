@@ -2,7 +2,7 @@
 
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,11 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def takes_over(folder: Path) -> bool:
+    with ArtifactWriter(folder) as writer:
+        return writer.reuse(CONTEXT, small_recipe(CONTEXT, 0, 0))
 
 
 @pytest.mark.parametrize("size", [0, 100, 1500, 2500])
@@ -124,6 +129,68 @@ def test_one_build_at_a_time(tmp_path: Path) -> None:
             small_artifact(folder, force=True)
     small_artifact(folder)
     assert_holds(folder)
+
+
+def test_a_build_that_wrote_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    with suppress(ZeroDivisionError), ArtifactWriter(tmp_path / "new" / "some.skv"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [0, 10])
+def test_a_disk_without_room_for_the_marker_leaves_no_folder(tmp_path: Path, size: int) -> None:
+    with largest_file(size), refused("cannot write"):
+        small_artifact(tmp_path / "new" / "some.skv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_was_begun_goes_with_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "some.skv"
+    with suppress(ZeroDivisionError), ArtifactWriter(folder) as writer:
+        writer.share_rows(CONTEXT, small_recipe(CONTEXT, 0, 0))
+        raise ZeroDivisionError
+    assert not folder.exists()
+
+
+def test_a_folder_that_was_there_stays_and_is_no_unfinished_index(tmp_path: Path) -> None:
+    with suppress(ZeroDivisionError), ArtifactWriter(tmp_path):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_program_writes_meanwhile_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "some.skv"
+    with suppress(ZeroDivisionError), ArtifactWriter(folder):
+        (folder / "notes.txt").write_text("precious")
+        raise ZeroDivisionError
+    assert (folder / "notes.txt").read_text() == "precious"
+
+
+def test_a_build_that_is_refused_for_the_lock_leaves_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "some.skv"
+    with ArtifactWriter(folder) as first:
+        with refused("is being built by another process"), ArtifactWriter(folder):
+            pass
+        first.write(CONTEXT, small_files()[CONTEXT], small_recipe(CONTEXT, 0, 0))
+    assert takes_over(folder)
+
+
+def test_a_build_that_begins_while_the_folder_goes_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the lock file is gone, another build gets the lock of a new one."""
+    folder, rmdir, others = tmp_path / "some.skv", Path.rmdir, list[ArtifactWriter]()
+
+    def another_begins(path: Path) -> None:
+        others.append(ArtifactWriter(folder).__enter__())
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", another_begins)
+    with suppress(ZeroDivisionError), ArtifactWriter(folder):
+        raise ZeroDivisionError
+    monkeypatch.undo()
+    (other,) = others
+    other.write(CONTEXT, small_files()[CONTEXT], small_recipe(CONTEXT, 0, 0))
+    other.__exit__(None, None, None)
+    assert takes_over(folder)
 
 
 def test_a_failed_build_gives_the_lock_back(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ from packaging.version import Version
 from support.causal_families import tiny_config, tiny_model, variants
 from support.small_index import small_plan
 from support.tiny_models import tiny_tokenizer
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.indexing.build import build_index
 
@@ -51,6 +50,41 @@ def with_a_state() -> PreTrainedModel:
     return model
 
 
+class Reads:
+    """In the place of a cache: returns the rows that it has before the new ones, and keeps none of these."""
+
+    def __init__(self, cache: Cache):
+        self.cache = cache
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, **_: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        before: Any = self.cache.layers[layer]
+        if not before.is_initialized:
+            return keys, values
+        return torch.cat([before.keys, keys], 2), torch.cat([before.values, values], 2)
+
+
+class Loops(torch.nn.Module):
+    """A layer's attention that runs twice, of which the second run alone writes to the cache."""
+
+    def __init__(self, attention: torch.nn.Module):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: torch.Tensor, **more: Any) -> Any:
+        caches = {name: Reads(more[name]) for name in ("past_key_values", "cache") if more.get(name) is not None}
+        first, _ = self.attention(hidden_states=hidden_states, **more | caches)
+        return self.attention(hidden_states=hidden_states + first, **more)
+
+
+def with_a_loop() -> PreTrainedModel:
+    model = small_plan().loaded.model
+    layer: Any = model.model.layers[1]  # type: ignore[union-attr,operator,index]
+    layer.self_attn = Loops(layer.self_attn)
+    return model
+
+
 def of_family(family: str, **changes: Any) -> PreTrainedModel:
     return tiny_model(tiny_config(family, **changes))
 
@@ -58,6 +92,11 @@ def of_family(family: str, **changes: Any) -> PreTrainedModel:
 SHARED = variants("gemma4_text")["shared"]
 """Layers that share keys and values, and of which transformers runs the last ones for the tokens with logits alone."""
 
+TWICE = "attend several times for each token"
+LOOPS = [
+    pytest.param(partial(of_family, "dory", recurrent_kv_cache_mode=mode), TWICE, id=f"dory {mode}")
+    for mode in ("per_loop", "last_loop")
+]
 OF_LATER_TRANSFORMERS = [
     pytest.param(
         partial(of_family, "gemma4_text", **SHARED), "layer 2 skips tokens whose logits are not needed", id="skipping"
@@ -71,11 +110,13 @@ OF_LATER_TRANSFORMERS = [
     ("make", "told"),
     [
         pytest.param(without_attention, "1 layers of the model do not attend through", id="no attention"),
-        pytest.param(partial(of_family, "diffllama"), "attend several times for each token", id="diffllama"),
+        pytest.param(partial(of_family, "diffllama"), TWICE, id="diffllama"),
         pytest.param(partial(of_family, "mimo_v2_flash"), "its layers differ in size", id="sizes"),
         pytest.param(partial(of_family, "ministral"), "every layer of tiny-other has a sliding window", id="windows"),
         pytest.param(with_a_state, "its logits .* differ by .* from the logits of a plain run", id="state"),
+        pytest.param(with_a_loop, TWICE, id="loop"),
         *(OF_LATER_TRANSFORMERS if Version(transformers.__version__) >= Version("5.18") else []),
+        *(LOOPS if Version(transformers.__version__) >= Version("5.24") else []),
     ],
 )
 def test_they_are_refused_before_the_prefill(make: object, told: str, tmp_path: Path) -> None:
@@ -87,7 +128,7 @@ def test_they_are_refused_before_the_prefill(make: object, told: str, tmp_path: 
             small_plan(loaded=loaded, methods={}), tmp_path / "a.skv", lambda stage, done, of: begun.append(stage)
         )
     assert not begun
-    assert not (tmp_path / "a.skv" / MANIFEST).exists()
+    assert not (tmp_path / "a.skv").exists()
 
 
 def test_tokens_that_the_model_has_not_are_named_before_the_prefill(tmp_path: Path) -> None:
@@ -95,6 +136,7 @@ def test_tokens_that_the_model_has_not_are_named_before_the_prefill(tmp_path: Pa
     plan.loaded.model.resize_token_embeddings(200)
     with pytest.raises(SparsekvError, match="has token id 257, and tiny-llama has 200 embeddings: the tokenizer"):
         build_index(plan, tmp_path / "a.skv")
+    assert not (tmp_path / "a.skv").exists()
 
 
 def test_heads_of_different_sizes_are_named() -> None:
