@@ -130,7 +130,13 @@ def masked(world: World, index: OpenIndex) -> None:
     if appends(asker.cache.stored_layers):
         return
     recording = Recording(index, asker)
-    fed = fed_with(asked, asker.ask(asked, Sampling(world.case.answer)).ids)
+    answer = asker.ask(asked, Sampling(world.case.answer))
+    fed, copied = fed_with(asked, answer.ids), recording.asker.ask(asked, Sampling(world.case.answer))
+    if copied.ids == answer.ids:
+        apart = abs(copied.kv_fraction - answer.kv_fraction)
+        expect(apart <= 1e-3 * (1 + copied.kv_fraction), "fused kv fraction", f"{answer}, and {copied}")
+    for chosen in recording.found.values():
+        chosen.clear()
     logits = stepped(index, recording.asker, fed, len(asked))
     ids, told = torch.cat([index.input_ids, fed]), "plain ones with a mask of the choice"
     expect_logits(logits, masked_logits(world, index, recording.found, fed), world, ids, "masked logits", told)
