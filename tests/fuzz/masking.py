@@ -14,7 +14,6 @@ import torch
 
 from sparsekv.kernels.common.hook import AttentionCall
 from sparsekv.runtime.attention.executors import Fetched, GatherExecutor, GatherMaker, LayerOutput, Step
-from sparsekv.runtime.attention.sparse_layer import appends
 from sparsekv.runtime.cache.packed_cache import PackedCache
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
 from sparsekv.runtime.decoding.engine import Engine, Request, TokenLogprobs, pack, why_alone
@@ -35,12 +34,14 @@ from .world import World, stored_rows
 class Chosen:
     """What a layer attended to with the queries of `queries` tokens from row `first` after the stored context on.
 
-    Positions [Hk, Q or 1, R] of the middle's chosen tokens, M for none, or None for all; their log-weights
-    [Hk, G, Q or 1, R]; and the centroids that were attended to.
+    `middle` is the number M of tokens between sinks and tail, to which `--stream` adds. Positions [Hk, Q or 1, R] of
+    those that were chosen, M for none, or None for all; their log-weights [Hk, G, Q or 1, R]; and the centroids that
+    were attended to.
     """
 
     first: int
     queries: int
+    middle: int
     positions: torch.Tensor | None
     log_weights: torch.Tensor | None = None
     rest: tuple[CentroidSegment, ...] = ()
@@ -57,7 +58,7 @@ class Recorder(GatherExecutor):
         self.keep, self.stored, self.tokens = keep, stored, (0, 1)
 
     def attend_to_everything(self, step: Step) -> torch.Tensor:
-        self.keep(Chosen(step.first - self.stored, step.query.shape[2], None))
+        self.keep(Chosen(step.first - self.stored, step.query.shape[2], self.middle.used, None))
         return super().attend_to_everything(step)
 
     def attend_to(self, step: Step, selection: Selection, selector: Selector) -> LayerOutput:
@@ -68,8 +69,13 @@ class Recorder(GatherExecutor):
             self.tokens = 0, 1
 
     def fetch(self, selection: Selection, device: torch.device) -> Fetched:
-        positions = chosen_positions(selection.rows, self.selector.layout, self.middle.used)
-        self.keep(Chosen(*self.tokens, positions, selection.rows.log_weights, selection.attended_segments()))
+        middle = self.middle.used
+        positions = chosen_positions(selection.rows, self.selector.layout, middle)
+        rest = tuple(  # copies, because an append of tokens changes centroids in place
+            CentroidSegment(part.keys.clone(), part.log_counts.clone(), part.values.clone())
+            for part in selection.attended_segments()
+        )
+        self.keep(Chosen(*self.tokens, middle, positions, selection.rows.log_weights, rest))
         return super().fetch(selection, device)
 
 
@@ -91,18 +97,16 @@ class Recording:
 def seen(index: OpenIndex, chosen: Sequence[Chosen], fed: int, heads: tuple[int, int]) -> Seen:
     """A layer's mask [Hq, T, N + T + C] of T tokens after N stored ones, and C further keys and values [Hk, C, D]."""
     split, (Hk, G) = index.split, heads
-    before, middle = split.tokens, slice(split.sinks, split.sinks + split.middle)
-    causal = torch.full((fed, fed), -math.inf).triu(1)
-    masks = [torch.cat([torch.full((fed, before), -math.inf), causal], 1).repeat(Hk, G, 1, 1)]
-    further = [part for one in chosen for part in one.rest]
+    causal = torch.cat([torch.zeros(fed, split.tokens), torch.full((fed, fed), -math.inf).triu(1)], 1)
+    masks, further = [causal.repeat(Hk, G, 1, 1)], [part for one in chosen for part in one.rest]
     for one in chosen:
-        rows, of_queries = slice(one.first, one.first + one.queries), torch.zeros(Hk, G, one.queries, before)
+        rows = slice(one.first, one.first + one.queries)
         if one.positions is not None:
             places = one.positions.cpu()[:, None].expand(Hk, G, one.queries, -1)
             weights = torch.zeros(1) if one.log_weights is None else one.log_weights.cpu()
-            of_middle = torch.full((Hk, G, one.queries, split.middle + 1), -math.inf)
-            of_queries[..., middle] = of_middle.scatter_(-1, places, weights.expand(places.shape))[..., :-1]
-        masks[0][:, :, rows, :before] = of_queries
+            of_middle = torch.full((Hk, G, one.queries, one.middle + 1), -math.inf)
+            of_middle = of_middle.scatter_(-1, places, weights.expand(places.shape))[..., :-1]
+            masks[0][:, :, rows, split.sinks : split.sinks + one.middle] = of_middle
         for part in one.rest:
             column = torch.full((Hk, G, fed, part.keys.shape[1]), -math.inf)
             column[:, :, rows] = part.log_counts.cpu()[:, None].expand(Hk, G, one.queries, -1)
@@ -127,8 +131,6 @@ def masked(world: World, index: OpenIndex) -> None:
     """Logits of sparse answers are those of plain transformers with a mask of what each layer chose."""
     asked = question_ids(index, world.question(0), raw=world.case.raw)
     asker = world.asker(index, guard=None, ahead=False)
-    if appends(asker.cache.stored_layers):
-        return
     recording = Recording(index, asker)
     answer = asker.ask(asked, Sampling(world.case.answer))
     fed, copied = fed_with(asked, answer.ids), recording.asker.ask(asked, Sampling(world.case.answer))
