@@ -284,16 +284,16 @@ class Index:
         return row_records(in_order(report.by(*groups)))
 
 
-def _several(given: Iterable[T] | None) -> list[T]:
+def _several(elements: Iterable[T] | None) -> list[T]:
     """Return the elements as a list. A single text or number is the only element, and None gives an empty list."""
-    if isinstance(given, str) or not isinstance(given, Iterable | None):
-        return cast(list[T], [given])
-    return [] if given is None else [*given]
+    if isinstance(elements, str) or not isinstance(elements, Iterable | None):
+        return cast(list[T], [elements])
+    return [] if elements is None else [*elements]
 
 
-def _texts(name: str, given: Iterable[str]) -> list[str]:
+def _texts(name: str, texts: Iterable[str]) -> list[str]:
     """Return one or several texts as a list. Raises UsageError for an element that is no text."""
-    found = _several(given)
+    found = _several(texts)
     for one in found:
         if not isinstance(one, str):
             raise UsageError(f"{name} has {one!r}: give a text, or a list of texts")

@@ -107,16 +107,16 @@ class Prefetcher:
         return found
 
 
-def tensors_in(found: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield every tensor in a dataclass's fields, nested dataclasses and tuples included."""
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, tuple):
-        for one in found:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
             yield from tensors_in(one)
-    elif is_dataclass(found):
-        for field in fields(found):
-            yield from tensors_in(getattr(found, field.name))
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 class Policy(ABC):

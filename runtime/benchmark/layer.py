@@ -331,16 +331,16 @@ class _Sequence:
         return noise.add_(self._of_topics(centres))
 
 
-def _sharpen(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Find factors [Hk, G] for logits [Hk, G, N], so that the best tokens get a share `wanted` [Hk, G] of the softmax.
+def _sharpen(logits: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Find factors [Hk, G] for logits [Hk, G, N], so that the best tokens get `share` [Hk, G] of the softmax.
 
     The share grows with the factor, so bisection finds the factor.
     """
     best = max(1, round(BEST * logits.shape[-1]))
     ordered = logits.sort(-1, descending=True).values
-    low, high = torch.full_like(wanted, -8.0), torch.full_like(wanted, 8.0)
+    low, high = torch.full_like(share, -8.0), torch.full_like(share, 8.0)
     for _ in range(30):
         middle = (low + high) / 2
-        too_flat = (ordered * middle.exp()[..., None]).softmax(-1)[..., :best].sum(-1) < wanted
+        too_flat = (ordered * middle.exp()[..., None]).softmax(-1)[..., :best].sum(-1) < share
         low, high = torch.where(too_flat, middle, low), torch.where(too_flat, high, middle)
     return ((low + high) / 2).exp()

@@ -282,9 +282,9 @@ class Bench:
             layer.rewind()
             yield self._row(form.name, form.variant, budget, data.split.middle, timing, read, chosen / dense)
 
-    def named(self, what: str) -> str:
+    def named(self, name: str) -> str:
         """Return the name of a measurement with context length and batch."""
-        return f"{what} over {self.data.split.tokens:,} tokens, batch {self.batch},"
+        return f"{name} over {self.data.split.tokens:,} tokens, batch {self.batch},"
 
     def _timed(self, name: str, step: Run, cycle: int = 1) -> Timing:
         timing = self.clock.time(step, cycle)

@@ -467,14 +467,14 @@ class Engine:
         self._held = (steps + 1, waited + could) if holds else (0, 0)
         return holds
 
-    def _may_begin(self, left: int) -> bool:
-        """Whether the next question may begin in a step that has room for `left` more tokens of questions.
+    def _may_begin(self, tokens: int) -> bool:
+        """Whether the next question may begin in a step that has room for `tokens` more tokens of questions.
 
         Without `chunk`, the question must fit into this room, or be the only question of the step.
         """
         if not self.waiting or self.chunk:
-            return bool(self.waiting) and left > 0
-        return left == QUESTION_TOKENS or len(self.waiting[0].question) <= left
+            return bool(self.waiting) and tokens > 0
+        return tokens == QUESTION_TOKENS or len(self.waiting[0].question) <= tokens
 
     def _begin(self, slot: int) -> Sequence:
         """Give a slot to the next waiting question; return its sequence.

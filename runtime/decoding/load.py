@@ -82,14 +82,14 @@ def heads_here(model: PreTrainedModel) -> dict[int, int]:
     return {layer: len(of_layer) for layer, of_layer in keys.items()}
 
 
-def join_answer(ranks: "Ranks", own: Answer) -> Answer:
-    """Return an answer with the KV fraction and the missed mass over the heads of all ranks.
+def join_answer(ranks: "Ranks", answer: Answer) -> Answer:
+    """Return this rank's `answer` with the KV fraction and the missed mass over the heads of all ranks.
 
     Both are means over ranks, because all ranks have the same number of heads.
     """
-    found = ranks.collect((own.kv_fraction, own.layers))
+    found = ranks.collect((answer.kv_fraction, answer.layers))
     layers = [_mean_stats(of_layer) for of_layer in zip(*(stats for _, stats in found), strict=True)]
-    return replace(own, kv_fraction=sum(share for share, _ in found) / len(found), layers=layers)
+    return replace(answer, kv_fraction=sum(share for share, _ in found) / len(found), layers=layers)
 
 
 def _mean_stats(of_ranks: Sequence[LayerStats]) -> LayerStats:

@@ -180,11 +180,11 @@ class SortedRuns:
         order = runs.argsort(kind="stable")
         self.sorted, self.order = runs[order], order.astype(np.int32)
 
-    def after(self, wanted: NDArray[np.int64]) -> int | None:
-        """Return the index after the last occurrence of the run `wanted`; None if there is none."""
-        if wanted.max() >= self.base:
+    def after(self, run: NDArray[np.int64]) -> int | None:
+        """Return the index after the last occurrence of a run of tokens in the text; None if there is none."""
+        if run.max() >= self.base:
             return None
-        key = self._keys(wanted[None])[0]
+        key = self._keys(run[None])[0]
         place = int(self.sorted.searchsorted(key, side="right")) - 1
         return int(self.order[place]) + self.number if place >= 0 and self.sorted[place] == key else None
 
@@ -197,14 +197,14 @@ class SortedRuns:
         return keys
 
 
-def _after_last(text: NDArray[np.int64], wanted: NDArray[np.int64]) -> int | None:
+def _after_last(text: NDArray[np.int64], run: NDArray[np.int64]) -> int | None:
     """Return the same as `SortedRuns.after`, for a text that changes in each step."""
-    last = len(text) - len(wanted)
+    last = len(text) - len(run)
     same = np.ones(max(0, last), dtype=bool)
-    for offset, token in enumerate(wanted):
+    for offset, token in enumerate(run):
         same &= text[offset : offset + last] == token
     found = np.flatnonzero(same)
-    return int(found[-1]) + len(wanted) if len(found) else None
+    return int(found[-1]) + len(run) if len(found) else None
 
 
 @dataclass

@@ -357,12 +357,12 @@ class _Asking:
             elif not kept.exists():
                 shutil.rmtree(self.folder())
 
-    def key(self, way: Variant, question: Question) -> str:
+    def key(self, variant: Variant, question: Question) -> str:
         """Return the key under which an answer is stored: a hash of all inputs that determine the answer."""
-        return hash_json(self._decides(way, question))
+        return hash_json(self._decides(variant, question))
 
     def _answered(
-        self, way: Variant, asked: list[tuple[Question, str]], show: Progress
+        self, variant: Variant, asked: list[tuple[Question, str]], show: Progress
     ) -> Iterator[tuple[Question, str, ScoredAnswer]]:
         """Yield the answers that are not stored yet, in order of completion, one for each distinct question.
 
@@ -372,7 +372,7 @@ class _Asking:
         """
         asked = list({one[1]: one for one in asked}.values())
         self.opened = self.opened or self._open(show)
-        config = self._config(way)
+        config = self._config(variant)
         missing = [one for one in asked if one[1] not in self.answers.known]
         # Before the variant's cache is made, so that there are never two caches in memory.
         self._prefill(self.opened, [one for one, _ in (missing if self.comparison.together == 1 else asked)], show)

@@ -149,14 +149,14 @@ class Answers:
         finally:
             self._lock.release()
 
-    def add(self, key: str, given: ScoredAnswer, told: dict[str, Any]) -> None:
-        """Write an answer to disk at once (fsync). `told` has additional fields, for people who read the file.
+    def add(self, key: str, answer: ScoredAnswer, details: dict[str, Any]) -> None:
+        """Write an answer to disk at once (fsync). `details` has additional fields, for people who read the file.
 
         Raises:
             SparsekvError: the file cannot be written, for example because the disk is full.
         """
-        self._append(json.dumps({"key": key, **asdict(given), **told}, ensure_ascii=False).encode() + b"\n")
-        self.known[key] = given
+        self._append(json.dumps({"key": key, **asdict(answer), **details}, ensure_ascii=False).encode() + b"\n")
+        self.known[key] = answer
 
     def take_over(self, other: "Answers") -> None:
         """Copy the answers that only the folder of `other` has. Both folders must be open.
@@ -415,11 +415,11 @@ def _same_texts(results: list[list[Result]], others: list[list[Result]]) -> floa
     return 100 * _mean([one.given.text == other.given.text for one, other in pairs])
 
 
-def _shared(ways: list[dict[Context, dict[Asked, Result]]]) -> dict[Context, list[Asked]]:
+def _shared(by_variant: list[dict[Context, dict[Asked, Result]]]) -> dict[Context, list[Asked]]:
     """Return the questions of each context that were answered with every variant."""
     shared = {}
-    for context, asked in ways[0].items():
-        kept = [question for question in asked if all(question in way.get(context, {}) for way in ways)]
+    for context, asked in by_variant[0].items():
+        kept = [question for question in asked if all(question in way.get(context, {}) for way in by_variant)]
         if kept:
             shared[context] = kept
     return shared

@@ -451,12 +451,15 @@ class CodesSelector(Selector):
         return torch.stack([choose_by_codes(query, self.step_codes, beside, tokens) for query, beside in pairs], 1)
 
     def _selection(
-        self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, more: int
+        self, chosen: torch.Tensor, logits: Callable[[], torch.Tensor], scanned: int, keys: int
     ) -> Selection:
-        """Build the selection of tokens [Hk, Q or 1, K], for which `scanned` codes and `more` keys were read."""
+        """Build the selection of tokens [Hk, Q or 1, K], after reading the codes of `scanned` tokens and `keys` keys.
+
+        `logits` returns the clusters' logits.
+        """
         rest = Residual(lambda: self._rest(chosen, logits()), attended=self.replace)
-        unshared = more + (self._code_rows(scanned) if scanned < self.middle else 0.0)
-        return Selection(single_rows(chosen), Cost(self._read(scanned, more), unshared=unshared), rest)
+        unshared = keys + (self._code_rows(scanned) if scanned < self.middle else 0.0)
+        return Selection(single_rows(chosen), Cost(self._read(scanned, keys), unshared=unshared), rest)
 
     def _everything(self, queries: int) -> Selection:
         """Select all tokens, without reading the index."""
@@ -474,10 +477,13 @@ class CodesSelector(Selector):
             Residual(lambda: self._rest(rows.long()), attended=self.replace, in_place=scored),
         )
 
-    def _read(self, scanned: int, more: int) -> float:
-        """Return the number of D-sized rows per head that a selection reads from the index, plus `more` keys."""
+    def _read(self, scanned: int, keys: int) -> float:
+        """Return the number of D-sized rows per head that a selection reads: from the index, and `keys` keys.
+
+        From the index it reads the rotation, codebooks, clusters, and the codes of `scanned` tokens.
+        """
         clusters = (2 if self.replace else 1) * self.counts.shape[1]
-        return self.stored_rows + clusters + self._code_rows(scanned) + more
+        return self.stored_rows + clusters + self._code_rows(scanned) + keys
 
     def _code_rows(self, scanned: int) -> float:
         """Return the size of the codes of `scanned` tokens, in D-sized rows."""
@@ -486,14 +492,14 @@ class CodesSelector(Selector):
     def _logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return attention_logits(query, keys, *self.facts.scaling)
 
-    def _members(self, scores: torch.Tensor, wanted: int) -> torch.Tensor:
-        """Return the first `wanted` tokens [Hk, Q or 1, wanted] of all clusters, in descending order of cluster score.
+    def _members(self, scores: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the first `number` tokens [Hk, Q or 1, number] of all clusters, in descending order of cluster score.
 
         `scores` [Hk, Q or 1, C] has the scores of the clusters.
         """
         order = scores.argsort(-1, descending=True)
         of_each = [one[:, None].expand_as(order).gather(-1, order) for one in (self.starts, self.counts)]
-        rows, _ = expand_runs(of_each[0], fill_budget(of_each[1], wanted), wanted)
+        rows, _ = expand_runs(of_each[0], fill_budget(of_each[1], number), number)
         return self.order[:, None].expand(-1, rows.shape[1], -1).gather(-1, rows)
 
     @property

@@ -376,7 +376,7 @@ def step_measures(attempt: Attempt, truth: Truth, wanted: int) -> dict[str, torc
 
 
 def _coverage(selector: Selector, truth: Truth, wanted: int) -> torch.Tensor:
-    """Return the share [Hk, Q] of the oracle's tokens that the selector scores.
+    """Return the share [Hk, Q] of the oracle's `wanted` tokens that the selector scores.
 
     Returns NaN if the selector does not report which tokens it scores.
     """

@@ -60,20 +60,20 @@ def unite(selection: Selection, selector: Selector, middle: int, capacity: int |
     )
 
 
-def join_selections(each: Sequence[Selection]) -> Selection:
+def join_selections(selections: Sequence[Selection]) -> Selection:
     """Join selections of one query each to one selection, with rows and cost for each query.
 
     The other fields, such as `rest`, are those of the first selection.
     """
-    most, read = max(one.rows.starts.shape[2] for one in each), each[0].cost.index_rows
+    most, read = max(one.rows.starts.shape[2] for one in selections), selections[0].cost.index_rows
     starts, lengths = (
         torch.cat([torch.nn.functional.pad(rows, (0, most - rows.shape[2])) for rows in parts], 1)
-        for parts in ([one.rows.starts for one in each], [one.rows.lengths for one in each])
+        for parts in ([one.rows.starts for one in selections], [one.rows.lengths for one in selections])
     )
     if isinstance(read, torch.Tensor):
-        read = torch.cat([torch.as_tensor(one.cost.index_rows) for one in each], 1)
-    rows = RowSet(starts, lengths, max(one.rows.capacity for one in each))
-    return replace(each[0], rows=rows, cost=replace(each[0].cost, index_rows=read))
+        read = torch.cat([torch.as_tensor(one.cost.index_rows) for one in selections], 1)
+    rows = RowSet(starts, lengths, max(one.rows.capacity for one in selections))
+    return replace(selections[0], rows=rows, cost=replace(selections[0].cost, index_rows=read))
 
 
 def chosen_rows(rows: RowSet, middle: int) -> torch.Tensor:

@@ -213,11 +213,11 @@ class ManyShot(ItemList):
             for thing in self._unseen(list(labels), request.asked(), shown, drawn)
         ]
 
-    def _unseen(self, nouns: list[str], asked: int, shown: set[str], drawn: random.Random) -> list[str]:
-        """Draw `asked` things that are not in `shown`. No noun occurs again before all nouns have occurred."""
+    def _unseen(self, nouns: list[str], number: int, shown: set[str], drawn: random.Random) -> list[str]:
+        """Draw `number` things that are not in `shown`. No noun occurs again before all nouns have occurred."""
         drawn.shuffle(nouns)
         things: list[str] = []
-        while len(things) < asked:
+        while len(things) < number:
             thing = f"{' '.join(drawn.sample(ADJECTIVES, 2))} {nouns[len(things) % len(nouns)]}"
             if thing not in shown:
                 things.append(thing)

@@ -71,7 +71,10 @@ class AttentionMeter:
         self._known: dict[tuple[MethodSpec, float, int], Point] = {}
 
     def measure(
-        self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: MeterProgress, layers: Sequence[int] | None = None
+        self,
+        settings: Iterable[tuple[MethodSpec, Shares]],
+        progress: MeterProgress,
+        layers: Sequence[int] | None = None,
     ) -> None:
         """Measure variants of methods at each layer's budget, a share of the tokens between sinks and tail.
 
@@ -82,14 +85,14 @@ class AttentionMeter:
             layers: layers to measure; None: all. Variants whose layers share state are always measured on all layers.
         """
         states, asked = SharedStates(), self.layers if layers is None else layers
-        wanted = [
+        settings = [
             (form, shares)
-            for form, shares in wanted
+            for form, shares in settings
             if any((form, shares[layer], layer) not in self._known for layer in asked)
         ]
         for done, layer in enumerate(self.layers, 1):
             here = []
-            for form, shares in wanted:
+            for form, shares in settings:
                 if states.get((form.name, form.variant)):
                     self.shared.add(form)
                 if form in self.shared or (layer in asked and (form, shares[layer], layer) not in self._known):
@@ -150,13 +153,13 @@ class ModelMeter:
         self.dense: float | None = None
         self._known: dict[tuple[MethodSpec, tuple[float, ...]], Point] = {}
 
-    def measure(self, wanted: Iterable[tuple[MethodSpec, Shares]], progress: MeterProgress) -> None:
+    def measure(self, settings: Iterable[tuple[MethodSpec, Shares]], progress: MeterProgress) -> None:
         """Measure settings that were not measured before.
 
         Args:
             progress: called with the number of measured settings and the total.
         """
-        new = [(form, shares) for form, shares in wanted if (form, tuple(shares.values())) not in self._known]
+        new = [(form, shares) for form, shares in settings if (form, tuple(shares.values())) not in self._known]
         for done, (form, shares) in enumerate(new, 1):
             self._known[form, tuple(shares.values())] = self._measured(form, shares)
             progress(done, len(new))

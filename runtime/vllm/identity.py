@@ -74,7 +74,7 @@ def check_continuable(manifest: Manifest) -> None:
         raise ArtifactError("its RoPE frequencies depend on the length of a sequence; use `serve`")
 
 
-def share_of(whole: Artifact, rank: int, size: int, shapes: Mapping[int, tuple[int, int]]) -> ArtifactShare:
+def share_of(index: Artifact, rank: int, size: int, shapes: Mapping[int, tuple[int, int]]) -> ArtifactShare:
     """Return the part of an index that has the KV heads of one of an engine's tensor-parallel workers.
 
     With more workers than heads, several workers have the same head.
@@ -87,16 +87,16 @@ def share_of(whole: Artifact, rank: int, size: int, shapes: Mapping[int, tuple[i
         ArtifactError: layers, heads or channels are not those of the index.
     """
     wrong = ArtifactError(f"it has other layers, heads or channels than the engine's model; {REBUILD}")
-    if not shapes.keys() <= whole.manifest.attending.keys():
+    if not shapes.keys() <= index.manifest.attending.keys():
         raise wrong
     own = {}
-    for layer in whole.manifest.attending:
-        heads, channels = whole.heads_and_channels(layer)
+    for layer in index.manifest.attending:
+        heads, channels = index.heads_and_channels(layer)
         own[layer] = heads // min(size, heads)
         if shapes.get(layer, (own[layer], channels)) != (own[layer], channels):
             raise wrong
     parts = min(size, heads)
-    return ArtifactShare(whole, rank * parts // size, parts, own)
+    return ArtifactShare(index, rank * parts // size, parts, own)
 
 
 FACTOR = 2
