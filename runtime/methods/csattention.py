@@ -391,7 +391,7 @@ class CSAttention(Method):
         metadata={
             "appends": True,
             "help": (
-                "Append generated tokens to the index's posting lists or clusters. For long answers. With "
+                "Append generated tokens to the index's posting lists or clusters, for long answers. With "
                 "clusters, one step in every --buffer steps is slow."
             ),
         },

@@ -41,7 +41,7 @@ class Multipole(ClusterMethod):
         metadata={
             "appends": True,
             "help": (
-                "Append generated tokens to the clusters. For long answers. One step in every --buffer steps is slow."
+                "Append generated tokens to the clusters, for long answers. One step in every --buffer steps is slow."
             ),
         },
     )

@@ -63,8 +63,9 @@ class LayerSharing(Method):
         default=0,
         metadata={
             "help": (
-                "Layer, counted from 0, that attends to all tokens and selects the tokens for all layers after "
-                "it; layer 2 selects for the layers between the two. 0: the layer at 13/32 of the model's depth."
+                "Layer, counted from 0, that attends to all tokens and selects the tokens for all layers after it. "
+                "Layer 2 selects for the layers between layer 2 and this layer. 0: the layer at 13/32 of the model's "
+                "depth."
             )
         },
     )
