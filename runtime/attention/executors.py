@@ -137,7 +137,7 @@ def step_of(layer: StoredLayer, call: AttentionCall) -> Step:
 
 
 MOST_LOGITS = 2**26
-"""Maximum number of float32 logits on middle rows in a piece of queries that attend to all rows.
+"""Maximum number of float32 logits on rows between sinks and tail, in a piece of queries that attend to all rows.
 
 A piece of a single query may have more.
 """
@@ -205,7 +205,7 @@ class GatherExecutor:
 
     Args:
         selector: selects the rows.
-        middle: the stored rows of the middle, in the selector's layout.
+        middle: the stored rows between sinks and tail, in the selector's layout.
         search_device: the selector's device.
         mapped: views of the index's files that the selector reads. The pages of the views are released after each
             search.
@@ -236,7 +236,7 @@ class GatherExecutor:
     def attend_to_everything(self, step: Step) -> torch.Tensor:
         """Attend to all rows; return [Hk, G, Q, D].
 
-        The middle's rows are read once for all queries, in the order that is fastest to read.
+        The rows between sinks and tail are read once for all queries, in the order that is fastest to read.
         """
         all_rows = Fetched(*self.middle.in_any_order(), None, None, (), rest_attended=False, rows_read=0.0)
         some = (attend(one.query, all_rows.segments(one), *one.how) for one in pieces_of_all(step, self.middle.used))
@@ -284,7 +284,7 @@ class GatherExecutor:
 
 
 def pieces_of_all(step: Step, rows: int) -> Iterator[Step]:
-    """Yield the step in pieces of its queries. Each query attends to `rows` rows of the middle.
+    """Yield the step in pieces of its queries. Each query attends to `rows` rows between sinks and tail.
 
     A piece has at most `MOST_LOGITS` logits on these rows. If one query has more, the pieces have one query each.
     """
@@ -313,7 +313,7 @@ class InPlaceExecutor:
 
     Args:
         selector: selects the rows.
-        middle: the stored rows of the middle, in the selector's layout.
+        middle: the stored rows between sinks and tail, in the selector's layout.
         counter: [Hk] int64, to which kernels add counts that the host does not know.
         gather: the fallback for sampled rows, which have weights, and for rows that cannot be read in place.
     """

@@ -122,7 +122,7 @@ class Guard:
             attempt: runs the step at a budget.
             dense: runs dense attention for the heads where its argument [Hk] is True; other heads' results are ignored.
             budget: the budget of the first attempt.
-            middle: number of middle tokens.
+            middle: number of tokens between sinks and tail.
         """
         best, tokens = attempt(budget), budget.tokens(middle)
         raised = over = best.missed > self.share

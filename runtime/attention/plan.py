@@ -244,7 +244,8 @@ class Metered(Policy):
 class PiecewisePrefill(Policy):
     """Attends for a question's tokens in pieces, each with one selection for all its tokens.
 
-    A piece's budget is the budget of one token times the number of the piece's tokens, at most the whole middle.
+    A piece's budget is the budget of one token times the number of the piece's tokens, at most all tokens
+    between sinks and tail.
 
     Args:
         policy: attends for each piece.

@@ -230,7 +230,7 @@ class PackedSparse(PackedLayer):
         output[:, step.places] = self._attend_to_all(asked, self.own.seen_by(step.asking, step.longest))
 
     def _attend_to_all(self, call: AttentionCall, own: OwnRows) -> torch.Tensor:
-        """Attend with each query [Hq, B, D] to all rows of the middle, to the exact rows, and to its own sequence.
+        """Attend with each query [Hq, B, D] to all rows between sinks and tail, to exact rows, and to its own sequence.
 
         If rows cannot be read in place, rows that are not on the device are copied, and all rows' logits are allocated.
         """

@@ -30,7 +30,7 @@ class ReadRows:
 
         Args:
             rows: rows read per KV head, as a number or as [Hk, Q or 1].
-            middle: number of middle tokens; dense attention would read the keys and values of all middle tokens.
+            middle: number of tokens between sinks and tail, of which dense attention would read all keys and values.
         """
         heads, known = len(self.by_kernels), 0.0
         if isinstance(rows, int | float):

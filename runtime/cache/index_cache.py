@@ -435,8 +435,9 @@ class IndexCache(SequenceCache):
             layer.start_counting()
 
     def kv_fraction(self) -> float:
-        """Return the middle and index rows that were read, as a share of the middle rows that dense attention reads.
+        """Return the rows read of the middle and of the index, divided by the middle's rows that dense attention reads.
 
+        The middle are the tokens between sinks and tail.
         Only sparse layers count rows, in all decode steps since `expect_prompt`. Returns 0 before the first decode
         step, and 1 if all layers are dense. Needs one sync per device.
         """

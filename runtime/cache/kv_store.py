@@ -1,4 +1,6 @@
-"""Storage of the middle's keys and values during decoding: on the device, in host memory, or mapped from the index."""
+"""Storage of the middle's keys and values during decoding: on the device, in host memory, or mapped from the index.
+
+The middle are the tokens between sinks and tail."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -135,7 +137,7 @@ class PlacedRows:
 
 
 class MiddleRows(ABC):
-    """Storage of one layer's middle keys and values: `used` rows per head, in a selector's layout."""
+    """Storage of one layer's keys and values between sinks and tail: `used` rows per head, in a selector's layout."""
 
     used: int
     reachable: bool
@@ -265,7 +267,7 @@ class DiskRows(MiddleRows):
         Args:
             stored: [Hk, R, D], the rows of the tokens that the index stores; any rows for appended tokens.
             new: the rows of the appended tokens.
-            tokens: [Hk, R], positions in the middle. Appended tokens follow the stored tokens.
+            tokens: [Hk, R], positions, counted from the first token after the sinks. Appended tokens are last.
         """
         picked = stored.to(self.device, self.dtype)
         if not new.used:
@@ -334,7 +336,7 @@ class MappedRows(MiddleRows):
 
     Args:
         stored: keys and values [Hk, N, D] on the CPU, in order of position; int8 rows are dequantised when gathered.
-        middle: slice of the N tokens that is the middle.
+        middle: slice of the N tokens that is between sinks and tail (the middle).
         order: [Hk, M], the layout; None for order of position.
         dtype: the dtype of the returned rows.
     """

@@ -40,7 +40,10 @@ from sparsekv.runtime.selection.interface import (
 
 
 class EverythingSelector(Selector):
-    """Selects all `middle` tokens, for any budget, and reads no index. Rows are stored in order of position."""
+    """Selects all `middle` tokens between sinks and tail, for any budget, and reads no index.
+
+    Rows are stored in order of position.
+    """
 
     question_piece = 32
 

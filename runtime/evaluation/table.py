@@ -215,7 +215,7 @@ class Variant:
     budget: Budget | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the variant's fields of a table row. A budget is an int (tokens) or a float (share of the middle)."""
+        """Return the variant's fields of a table row. A budget is an int (number of tokens) or a float (share)."""
         return {**asdict(self), "budget": None if self.budget is None else self.budget.value}
 
 

@@ -238,7 +238,7 @@ class QuestionScan:
 
 
 PIECE = 32  # largest number of a question's tokens that share a selection
-ENOUGH = 240  # default budget, in tokens, of a middle of 4,800 to 16,000 tokens
+ENOUGH = 240  # default budget, in tokens, if 4,800 to 16,000 tokens are between sinks and tail
 
 
 @methods.register("codes")
@@ -265,7 +265,7 @@ class Codes(Method):
 
     @classmethod
     def default_budget(cls, middle: int) -> Budget:
-        """Return 5% of up to 4,800 tokens, `ENOUGH` tokens of up to 16,000, and 1.5% of a longer middle."""
+        """Return 5% of up to 4,800 tokens between sinks and tail, `ENOUGH` of up to 16,000, and 1.5% of more."""
         short, long = Budget(0.05), Budget(0.015)
         if long.tokens(middle) >= ENOUGH:
             return long
@@ -360,8 +360,9 @@ class CodesSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Select the tokens of highest estimated probability; with re-ranking, the best candidates by exact logits.
 
-        Reads the centroids of all clusters, unless the budget is the whole middle. A decode step on a CPU that is
-        neither measured nor prefetched calls `attend_fused` instead, if the compiled step supports the query.
+        Reads the centroids of all clusters, unless the budget is all tokens between sinks and tail. A decode step on a
+        CPU that is neither measured nor prefetched calls `attend_fused` instead, if the compiled step supports the
+        query.
         """
         tokens = budget.tokens(self.middle)
         if tokens == self.middle:
@@ -433,8 +434,8 @@ class CodesSelector(Selector):
     def _total(self, logits: torch.Tensor, queries: Queries) -> torch.Tensor:
         """Compute the log-sum-exp [Hk, G, Q] of each query's logits on all rows.
 
-        The part of the middle is estimated from the clusters' logits [Hk, G, Q, C]. The part of the rows that are
-        always attended to is exact.
+        The part of the rows between sinks and tail is estimated from the clusters' logits [Hk, G, Q, C]. The part of
+        the rows that are always attended to is exact.
         """
         return torch.logaddexp((logits + self.log_masses[:, None, None]).logsumexp(-1), queries.exact_logsumexp())
 

@@ -79,7 +79,7 @@ class ListSearch:
         Args:
             query: [Hk, G, D].
             exact: the keys that are always attended to, for the softmax denominator.
-            keys: keys of the middle [Hk, M, D].
+            keys: keys [Hk, M, D] of the tokens between sinks and tail.
             tokens: number of tokens to select.
             rerank: number of candidates per selected token, which are re-ranked by exact logits; 1: no re-ranking.
         """

@@ -111,7 +111,7 @@ class HashSelector(Selector):
     def select(self, queries: Queries, budget: Budget) -> Selection:
         """Select the sampled tokens, up to the budget, with their log-weights.
 
-        If the budget is the whole middle, select all tokens, without log-weights.
+        If the budget is all tokens between sinks and tail, select them all, without log-weights.
         """
         tokens, together = budget.tokens(self.keys.shape[1]), (1, 2) if queries.joint else 1
         found = self.collisions(queries.query)

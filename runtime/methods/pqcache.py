@@ -55,7 +55,7 @@ class PQCache(Method):
     def prepare(self, context: MiddleContext) -> "PQSelector":
         """Create the selector of a layer. Allocates the codebooks in float32.
 
-        Each selection allocates the logits over the middle a few times.
+        Each selection allocates the logits of all keys between sinks and tail a few times.
         """
         return PQSelector(context, self.rerank)
 

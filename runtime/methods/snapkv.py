@@ -78,9 +78,9 @@ class SnapKVSelector(KeptTokens):
         self.version = 0
 
     def _ranking(self, query: torch.Tensor, exact_logsumexp: torch.Tensor) -> torch.Tensor:
-        """Rank the M middle tokens by the last of the queries [Hk, G, Q, D]; return [Hk, M].
+        """Rank the M tokens between sinks and tail by the last of the queries [Hk, G, Q, D]; return [Hk, M].
 
-        `exact_logsumexp` [Hk, G, Q] is the log-sum-exp of the queries' logits on the tokens outside the middle.
+        `exact_logsumexp` [Hk, G, Q] is the log-sum-exp of the queries' logits on all other tokens.
         """
         window = slice(-self.method.window_queries, None)
         logits = attention_logits(query[:, :, window], self.keys, *self.facts.scaling)

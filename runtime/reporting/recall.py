@@ -106,7 +106,8 @@ def tail_block(artifact: Artifact, layer: int, *, calibration: bool = False) -> 
 def seen_block(artifact: Artifact, layer: int) -> QueryBlock | None:
     """Read the last T / 2 of the document's queries from which the index was built; T is the number of tail tokens.
 
-    Measurements place these queries directly after the middle. Returns None if the index stores no queries.
+    Measurements place these queries directly after the tokens between sinks and tail. Returns None if the index stores
+    no queries.
     """
     name = layer_file("samples", layer)
     if name not in artifact.manifest.files:

@@ -42,7 +42,7 @@ def describe_layers(
 ) -> Iterator[LayerDescription]:
     """Yield the statistics of each indexed layer for the method `name`, computed on a device.
 
-    Reads the middle's values, the method's tensors and, for clusters and lists, the middle's keys, layer by layer.
+    Reads, layer by layer, values between sinks and tail, the method's tensors and, for clusters and lists, keys.
     """
     method = methods()[name]
     for layer in artifact.manifest.indexed_layers:

@@ -75,7 +75,7 @@ class CheckedSelector(Selector):
 
     Args:
         inner: the selector of another package's method.
-        shape: (Hk, M), the number of KV heads and of tokens in the middle.
+        shape: (Hk, M), the number of KV heads and of tokens between sinks and tail.
     """
 
     def __init__(self, inner: Selector, method: Method, shape: tuple[int, int]):

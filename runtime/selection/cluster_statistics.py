@@ -14,7 +14,7 @@ class ListShape:
     Attributes:
         lists: number of posting lists.
         entries: length of each list.
-        keys_listed: share of the middle's keys that are in at least one list of their head.
+        keys_listed: share of the keys between sinks and tail that are in at least one list of their head.
         in_lists: share of a head's lists that contain a given key; the (lower) median over all keys.
         subspace_shares: share of each subspace in the ranking (see the function `subspace_shares`), as means over
             queries and heads. The shares add up to 1.
@@ -36,9 +36,9 @@ def describe_lists(
 
     Args:
         tensors: tensors of the index; see `CSAttentionIndexer`.
-        keys: [Hk, M, D] of the middle, as attended, in order of position.
+        keys: [Hk, M, D] of the tokens between sinks and tail, as attended, in order of position.
         queries: [Hk, G, R, D], R queries of each query head.
-        first_token: position in the prompt of the first middle token.
+        first_token: position in the prompt of the first token after the sinks.
     """
     heads, subspaces, centroids, entries = tensors["table_tokens"].shape
     named = torch.stack([_named(lists, keys.shape[1], first_token) for lists in tensors["table_tokens"]])
@@ -97,8 +97,8 @@ def relative_spreads(rows: torch.Tensor, tensors: dict[str, torch.Tensor], name:
     variance that is lost if each row is replaced by its centroid. Allocates a few copies of one head's rows in float32.
 
     Args:
-        rows: [Hk, M, D] of the middle, in order of position.
-        tensors: tensors of the index, with token positions counted from the first middle token.
+        rows: [Hk, M, D] of the tokens between sinks and tail, in order of position.
+        tensors: tensors of the index, with token positions counted from the first token after the sinks.
         name: name of the centroids levelI.NAME [Hk, C_I, D]. Levels without such centroids are left out.
     """
     levels = sum(key.endswith(f".{name}") for key in tensors)
@@ -122,8 +122,8 @@ def cluster_spreads(keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> tor
     and for a head whose keys are all equal.
 
     Args:
-        keys: [Hk, M, D] of the middle, in order of position.
-        tensors: tensors of the index, with token positions counted from the first middle token.
+        keys: [Hk, M, D] of the tokens between sinks and tail, in order of position.
+        tensors: tensors of the index, with token positions counted from the first token after the sinks.
     """
     spreads = []
     for head, of_head in enumerate(keys):
@@ -224,9 +224,9 @@ def describe_clusters(
     """Compute the statistics of a layer's clusters.
 
     Args:
-        tensors: tensors of the index, with token positions counted from the first middle token.
-        keys, values: [Hk, M, D] of the middle, as attended, in order of position.
-        first_token: position in the prompt of the first middle token.
+        tensors: tensors of the index, with token positions counted from the first token after the sinks.
+        keys, values: [Hk, M, D] of the tokens between sinks and tail, as attended, in order of position.
+        first_token: position in the prompt of the first token after the sinks.
         biggest: maximum number of clusters in `Clustering.biggest` and in `Clustering.most_spread`, over all KV heads.
     """
     counts = tensors["level0.counts"]

@@ -58,7 +58,7 @@ class RowSet:
     log_weights: torch.Tensor | None = None
 
     def has_all(self, used: int) -> bool:
-        """Whether the set is one run of the middle's `used` rows, which all queries share."""
+        """Whether the set is one run of all `used` rows between sinks and tail, which all queries share."""
         return self.starts.shape[1:] == (1, 1) and self.total == used and self.run_lengths is not None
 
     @property
@@ -493,13 +493,13 @@ class Selector(ABC):
     question_piece: int | None = None
     """Largest number of a question's tokens that share a selection.
 
-    The selection's budget is the sum of the tokens' budgets, at most the middle. None: each prefill step has one
-    selection, within the budget of one token.
+    The selection's budget is the sum of the tokens' budgets, at most all tokens between sinks and tail. None: each
+    prefill step has one selection, within the budget of one token.
     """
 
     @abstractmethod
     def select(self, queries: Queries, budget: Budget) -> Selection:
-        """Select rows of the middle for queries, within a budget; a choice by a threshold may exceed the budget."""
+        """Select rows between sinks and tail for queries, within a budget. A choice by a threshold may exceed it."""
 
     @property
     def kernels(self) -> SelectorKernels | None:
@@ -569,7 +569,7 @@ class Method(ABC):
 
     @classmethod
     def default_budget(cls, middle: int) -> Budget:
-        """Return the budget that answers get if the user gives none; `middle` is the number of middle tokens."""
+        """Return the budget that answers get if the user gives none, for `middle` tokens between sinks and tail."""
         return Budget(0.1)
 
     @abstractmethod
@@ -607,7 +607,7 @@ class Method(ABC):
         """Compute statistics of one layer's clusters for `inspect`; None: the indexer builds no clusters.
 
         Args:
-            values: values of the middle [Hk, M, D], in order of position.
+            values: values [Hk, M, D] of the tokens between sinks and tail, in order of position.
             biggest: number of the biggest clusters to list, and number of the clusters of largest spread.
         """
         return None

@@ -139,7 +139,7 @@ class ResidualClusters:
 
 
 def residual_clusters(tensors: dict[str, torch.Tensor]) -> ResidualClusters:
-    """Read the finest clusters from a method's tensors, whose token positions count from the first middle token."""
+    """Read the finest clusters from a method's tensors, with positions counted from the first token after the sinks."""
     order, counts = tensors["token_order"].long(), tensors["token_offsets"].diff(dim=1)
     numbers = torch.arange(counts.shape[1], device=order.device).expand_as(counts)
     cluster = numbers.flatten().repeat_interleave(counts.flatten(), output_size=order.numel()).view_as(order)

@@ -64,7 +64,7 @@ def own_shares(one: AttendedStep, middle: int) -> Shares:
     """Compute shares from the weights of the recorded step. A centroid's weight is spread evenly over its tokens.
 
     Args:
-        middle: number M of tokens of the middle.
+        middle: number M of tokens between sinks and tail.
     """
     rows, exact, weights = one.fetched.keys.shape[1], one.step.exact.keys.shape[1], one.weights[:, :, -1].mean(1)
     rest = sum(part.keys.shape[1] for part in one.fetched.rest) if one.fetched.rest_attended else 0

@@ -215,7 +215,7 @@ def recorded(recorder: TokenRecorder, layers: list[int], first_token: int) -> di
 
     Args:
         layers: indices of the model's layers.
-        first_token: position in the prompt of the middle's first token.
+        first_token: position in the prompt of the first token after the sinks.
     """
     tokens = recorder.tokens
     totals = torch.stack([one.totals for one in tokens]).double().cpu()  # [T, 3 or 4, L, Hk]

@@ -185,7 +185,7 @@ class ClusterStream:
 
     Args:
         tensors: the artifact's tensors, with block_offsets and block_clusters. Token positions are counted from the
-            middle's first token.
+            first token after the sinks.
         windowed_rope: undoes RoPE before keys are clustered; None: keys are clustered with RoPE.
     """
 
