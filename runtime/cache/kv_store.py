@@ -1,6 +1,7 @@
 """Storage of the middle's keys and values during decoding: on the device, in host memory, or mapped from the index.
 
-The middle are the tokens between sinks and tail."""
+The middle are the tokens between sinks and tail.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
