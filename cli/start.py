@@ -51,9 +51,9 @@ def start(
     so prints and returns what it would without a server. A command does not use the server if its environment, limits
     (ulimit) or installed packages differ from the server's; --status names the difference.
 
-    A running server is replaced once the indices have been opened. `start` is for the shell's commands;
-    `sparsekv serve` is for programs that ask by HTTP. --status exits with 1 if there is no server, or
-    if it does not serve this shell.
+    A running server is ended first, but stays if an index is missing or incomplete. `start` is for the shell's
+    commands; `sparsekv serve` is for programs that ask by HTTP. --status exits with 1 if there is no server, or if
+    it does not serve this shell.
 
     SPARSEKV_SERVER=off turns servers off, and SPARSEKV_SERVER=PATH names a socket elsewhere.
 
@@ -76,8 +76,9 @@ def start(
             raise UsageError(f"--status shows the server, and opens no index; leave {indices[0]} or --status out")
         return _show(path)
     folders = list({index.resolve(): index.absolute() for index in indices or []}.values())
-    if status(path) is not None:
-        for folder in folders:  # an index that the new server could not open is an error before the old server ends
+    replaces = status(path) is not None
+    if replaces:
+        for folder in folders:  # before the old server ends; the new server also checks the models and their probes
             open_artifact(folder, called="INDEX")
         stop(path)
     program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
@@ -89,7 +90,9 @@ def start(
     )
     assert server.stdout is not None
     if server.stdout.readline() != b"ready\n":
-        raise typer.Exit(server.wait())
+        code = server.wait()
+        note("the server that ran before has ended too; commands run without a server", quiet=quiet or not replaces)
+        raise typer.Exit(code)
     note("commands begin at once now; `sparsekv stop` ends the server", quiet=quiet)
 
 

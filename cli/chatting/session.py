@@ -206,7 +206,7 @@ def run_command(session: Chat, entry: str) -> None:
     """Run a slash command as it was typed.
 
     Raises:
-        UsageError: there is no such command. The command itself may raise other errors.
+        UsageError: there is no such command, or it takes no argument. The command itself may raise other errors.
     """
     name, _, argument = entry.removeprefix("/").partition(" ")
     if name not in COMMANDS:
@@ -216,7 +216,10 @@ def run_command(session: Chat, entry: str) -> None:
         raise UsageError(
             f"no command /{name}: {meant} (to ask a question that begins with /, type a second / before it)"
         )
-    COMMANDS[name].run(session, argument.strip())
+    argument = argument.strip()
+    if argument and not COMMANDS[name].argument:
+        raise UsageError(f"/{name} {argument}: /{name} takes no argument; type it alone")
+    COMMANDS[name].run(session, argument)
 
 
 def completions(line: str) -> list[str]:
@@ -277,7 +280,7 @@ def budget(session: Chat, argument: str) -> None:
         note(describe(session.talk.config), quiet=False)
 
 
-@slash("/stats", "after each answer, print times and the share of keys and values read; again: print no more")
+@slash("/stats [on|off]", "after each answer, print times and the share of keys and values read; again: print no more")
 def stats(session: Chat, argument: str) -> None:
     if argument not in ("", "on", "off"):
         raise UsageError(f"/stats {argument}: write /stats, /stats on or /stats off")

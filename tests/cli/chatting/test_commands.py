@@ -53,6 +53,8 @@ def test_help_lists_every_command_and_key(place: Path) -> None:
         ("/method nope", "error: no method 'nope'; there are: "),
         ("/method codes", "error: the index was not built with 'codes'; "),
         ("/stats perhaps", "error: /stats perhaps: write /stats, /stats on or /stats off"),
+        ("/forget 1", "error: /forget 1: /forget takes no argument; type it alone"),
+        ("/quit now", "error: /quit now: /quit takes no argument; type it alone"),
         ("/save", "error: /save: give the new index a name"),
         ("/save talk.skv", "error: /save: nothing was asked yet"),
         ("/trace", "error: /trace: give the page a name"),

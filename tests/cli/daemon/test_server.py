@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -246,6 +247,21 @@ def test_a_killed_server_is_not_missed_and_replaced(shell: Shell) -> None:
     assert shell.run("start", "--status").stdout == "no server is running; `sparsekv start` starts one\n"
     assert shell.run("start", "doc.skv", "-q").returncode == 0
     assert shell.run("start", "--status").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_new_server_that_fails_leaves_none_and_says_so(shell: Shell) -> None:
+    shutil.copytree(shell.folder / "doc.skv", shell.folder / "damaged.skv")
+    for rows in (shell.folder / "damaged.skv" / "context").iterdir():
+        content = rows.read_bytes()
+        rows.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    failed = shell.run("start", "damaged.skv")
+    assert (failed.returncode, "the probe" in failed.stderr) == (1, True), failed.stderr
+    assert "the server that ran before has ended too; commands run without a server" in failed.stderr
+    assert shell.run("start", "--status").returncode == 1
+    again = shell.run("start", "damaged.skv")
+    assert "that ran before" not in again.stderr
+    assert shell.run("start", "doc.skv", "-q").returncode == 0
 
 
 @pytest.mark.slow
