@@ -25,8 +25,9 @@ def generate(options: GenerateOptions) -> None:
 
     Only the question is prefilled. With --sources the passages that the answer attended to most follow on stderr.
     With --batch-file every line is a question, and --batch-size questions are answered at once. Each answer is then
-    printed as one line: line breaks become spaces unless --json is given, and a blank line gets a blank answer. An
-    index made by --save-to can be asked the next question; methods that cannot append tokens are rebuilt for it.
+    printed as one line: line breaks and runs of spaces become one space unless --json is given, and a blank line gets
+    a blank answer. An index made by --save-to can be asked the next question; methods that cannot append tokens are
+    rebuilt for it.
 
     \b
     sparsekv generate --index manual.skv "How is it installed?"
