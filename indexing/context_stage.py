@@ -162,13 +162,14 @@ class ContextStage:
         build.tell(self._announcement(begun, size))
         rows_done, shared = early_rows(build, reuse.missing)
         captured = self._capture(rows_done, begun)
-        if what := captured.not_finite():
-            raise SparsekvError(f"{what} are not finite in {plan.dtype}; {self._remedy()}")
-        self._check_reused_layers(captured)
         taken = reused_rows(build, reuse.prefix_tokens)
         # If only queries were missing, the facts that were measured over the reused rows are still valid.
         known = reuse.facts if not reuse.missing else None
-        facts = _checked(build, known) if known else self._measure(captured, taken)
+        with writer.refusable():
+            if what := captured.not_finite():
+                raise SparsekvError(f"{what} are not finite in {plan.dtype}; {self._remedy()}")
+            self._check_reused_layers(captured)
+            facts = _checked(build, known) if known else self._measure(captured, taken)
         copies = not build.team.has_all_heads
         files = ContextFiles(writer, recipe, reuse.missing, kv_dtype, taken, shared, copies)
         if kv_dtype is None:

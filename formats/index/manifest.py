@@ -206,6 +206,12 @@ class KeptJournal(Journal):
             self.notes[name] = value
             self.write()
 
+    def forget(self, name: str) -> None:
+        """Remove a note, and write the journal to disk if it had the note."""
+        with self._guard:
+            if self.notes.pop(name, None) is not None:
+                self.write()
+
     def write(self) -> None:
         """Write the journal to disk."""
         with self._guard:

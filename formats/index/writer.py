@@ -5,8 +5,9 @@ and is not taken for an index.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -14,7 +15,7 @@ from typing import Self
 import torch
 
 from sparsekv.formats.checksums import hash_json
-from sparsekv.formats.errors import WaysOut
+from sparsekv.formats.errors import SparsekvError, WaysOut
 from sparsekv.formats.index.build_folder import BuildFolder
 from sparsekv.formats.index.folder import Folder, JoinedFile, SharedFile, UnfinishedFile
 from sparsekv.formats.index.growing_file import (
@@ -69,6 +70,7 @@ class ArtifactWriter(BuildFolder):
         self._continued: dict[str, tuple[UnfinishedFile, int]] = {}
         """Files of an interrupted prefill, each with the number of leading rows that the prefill has written to it."""
         self._keeper: PrefillKeeper | None = None
+        self._is_refused = False  # the prefill's rows are of no use to a later build
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
@@ -238,6 +240,15 @@ class ArtifactWriter(BuildFolder):
             with self._writing():
                 self._keeper.chunk_done(end, self._growing, queries)
 
+    @contextmanager
+    def refusable(self) -> Iterator[None]:
+        """Within the context, a SparsekvError refuses the prefill's rows: the writer then removes the kept chunks."""
+        try:
+            yield
+        except SparsekvError:
+            self._is_refused = True
+            raise
+
     def write_rows(
         self, name: str, tensors: Mapping[str, torch.Tensor], recipe: str, end: int, part: HeadPart = ALL_HEADS
     ) -> None:
@@ -353,12 +364,19 @@ class ArtifactWriter(BuildFolder):
         super()._remove_strays(manifest)
 
     def _leave_rows(self) -> None:
-        """Remove unfinished files. If complete chunks of a prefill are on disk, leave its files to the next build."""
+        """Remove unfinished files, unless a later build can use them.
+
+        It can use the files of a prefill that has complete chunks on disk and is not refused.
+        """
         try:
             if self._keeper is not None:
                 self._keeper.close()
+            if self._is_refused:
+                with suppress(OSError):  # on a full disk the next build finds no chunks to its note
+                    self._folder.remove([], leftovers_of=self._journal.paths)
+                    self._journal.forget(NOTE)
         finally:
-            if self._keeper is not None and self._keeper.tokens:
+            if self._keeper is not None and self._keeper.tokens and not self._is_refused:
                 for growing in self._growing.values():
                     growing.leave()
                 for file, _ in self._continued.values():

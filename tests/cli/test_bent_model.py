@@ -90,6 +90,14 @@ def test_a_build_of_a_model_that_is_bent_beyond_the_preflight(
     assert (built.code, built.stdout, built.stderr) == (0, "bent.skv\n", "")
 
 
+def test_a_build_that_is_refused_after_several_chunks_keeps_none(place: Path, beyond: type[PreTrainedModel]) -> None:
+    build = (*BUILD, "-o", "bent.skv", "--chunk-size", "64")
+    with _loaded_as(beyond):
+        for _ in range(2):
+            fails(1, *build, says=("attends with a mask or a bias", "at token", "choose another model"))
+            assert not Path("bent.skv").exists()
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize("options", [(), ("--force",)], ids=str)
 def test_a_refused_build_leaves_the_index_that_was_there(
