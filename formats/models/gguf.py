@@ -30,7 +30,7 @@ from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
-FORM = 3
+FORM = 4
 """Version of the code that converts files. Increase the version when a file would be converted otherwise or refused."""
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -248,16 +248,17 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
     if not _one(reader, f"{kind}.attention.causal", True):
         raise UsageError("lets tokens attend to later tokens; choose a model that generates text")
     rope = getattr(config, "rope_parameters", None) or {}
-    base = _one(reader, f"{kind}.rope.freq_base", None)
     # A factor without a type means linear scaling, as in llama.cpp.
     factor = _one(reader, f"{kind}.rope.scaling.factor", _one(reader, f"{kind}.rope.scale_linear", 1.0))
     scaling = str(_one(reader, f"{kind}.rope.scaling.type", "linear" if factor not in (0, 1) else "none"))
-    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
-    if base is not None and theta is not None and abs(float(theta) - float(base)) > 1e-3 * abs(float(base)):
-        raise UsageError(
-            f"has {kind}.rope.freq_base = {base}, which transformers reads as {theta}; use the model's "
-            "original checkpoint"
-        )
+    for key, layers in (("rope.freq_base", "full_attention"), ("rope.freq_base_swa", "sliding_attention")):
+        base, of_layers = _one(reader, f"{kind}.{key}", None), rope.get(layers) or rope
+        theta = of_layers.get("rope_theta", getattr(config, "rope_theta", None))
+        if base is not None and theta is not None and abs(float(theta) - float(base)) > 1e-3 * abs(float(base)):
+            raise UsageError(
+                f"has {kind}.{key} = {base}, which transformers reads as {theta}; use the model's original checkpoint"
+            )
+    _check_windows(reader, f"{kind}.attention.sliding_window_pattern", config)
     rotated, rotates = _one(reader, f"{kind}.rope.dimension_count", None), _rotated(config)
     if rotated is not None and int(rotated) != rotates:
         raise UsageError(
@@ -269,6 +270,26 @@ def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
         raise UsageError(
             "scales its positions (RoPE), which transformers' reader of GGUF files ignores; use the model's "
             "original checkpoint"
+        )
+
+
+def _check_windows(reader: GGUFReader, key: str, config: PreTrainedConfig) -> None:
+    """Raise UsageError if a config gives other layers a sliding window than the GGUF file.
+
+    The file has a truth value for each layer, or a number: every layer of this number attends to all tokens.
+    """
+    field = reader.fields.get(key)
+    if field is None:
+        return
+    pattern, layers = field.contents(), range(config.num_hidden_layers)
+    wanted = pattern if isinstance(pattern, list) else [pattern == 0 or one % pattern < pattern - 1 for one in layers]
+    types = getattr(config, "layer_types", None) or []
+    found = [one == "sliding_attention" for one in types] or [bool(getattr(config, "sliding_window", None))] * len(
+        layers
+    )
+    if [*map(bool, wanted)] != found:
+        raise UsageError(
+            f"has {key} = {pattern}, and transformers gives other layers a window; use the model's original checkpoint"
         )
 
 

@@ -88,6 +88,8 @@ def write_gguf(
             writer.add_uint32(name, value)
         elif isinstance(value, float):
             writer.add_float32(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
         elif value is not None:
             writer.add_string(name, value)
     if keys["tokenizer.ggml.model"] == "llama":

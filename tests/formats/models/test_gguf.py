@@ -22,7 +22,7 @@ from support.tiny_gguf import (
 )
 from support.tiny_models import CHAT_TEMPLATE, COMMON
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, Gemma2Config, NemotronConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, NemotronConfig
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.converted import damaged_files
@@ -183,6 +183,31 @@ def test_a_gemma_whose_logits_transformers_would_scale_otherwise_is_refused(file
         UsageError, match="has heads of 16 channels, whose logits transformers would scale as those of 256"
     ):
         check_config(reader, Gemma2Config(**COMMON, head_dim=16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"qwen2.rope.freq_base": 1e4}, "freq_base = 10000.0, which transformers reads as 1000000.0"),
+        ({"qwen2.rope.freq_base_swa": 5e5}, "freq_base_swa = 500000.0, which transformers reads as 10000.0"),
+        ({"qwen2.attention.sliding_window_pattern": 3}, "sliding_window_pattern = 3, and transformers gives other"),
+        ({"qwen2.attention.sliding_window_pattern": [True, False]}, r"sliding_window_pattern = \[True, False\], and"),
+        ({"qwen2.rope.freq_base_swa": 1e4, "qwen2.attention.sliding_window_pattern": 2}, None),
+        ({"qwen2.attention.sliding_window_pattern": [True, False, True]}, None),
+    ],
+)
+def test_windows_and_positions_of_some_layers_are_those_of_the_file(
+    changes: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    """transformers reads neither key, and gives a Gemma 3 the usual ones."""
+    reader = GGUFReader(write_gguf(tmp_path / "odd.gguf", tiny_qwen2(), **{"qwen2.rope.freq_base": 1e6} | changes))
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    layers = {**COMMON, "num_hidden_layers": 3, "layer_types": kinds}
+    gemma = Gemma3TextConfig(**layers, head_dim=16, query_pre_attn_scalar=16)
+    if told is None:
+        return check_config(reader, gemma)
+    with pytest.raises(UsageError, match=told):
+        check_config(reader, gemma)
 
 
 def test_another_epsilon_than_that_of_the_config_is_refused(tmp_path: Path) -> None:
