@@ -148,7 +148,7 @@ class PackedSparse(PackedLayer):
         self.plan, self.exact, self.tokens = layer.plan, layer.exact, layer.split.tokens
         self.kernels, self.conversation = layer.plan.selector.kernels, layer.conversation
         self.asked: dict[int, Selector] = {}
-        """For each slot, a copy of the selector, with the state that the slot's question left."""
+        """For each sequence, by slot, a copy of the selector with the state that the sequence's question left."""
         self.unasked = layer.plan.selector
         """The selector in its state before any question; a copy if questions change its state."""
         if self.conversation is not None:

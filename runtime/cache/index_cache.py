@@ -169,15 +169,15 @@ class SequenceCache(CalledCache, ABC):
         """Begin a forward pass with tokens of questions; `tokens` is the number of tokens of the stored context."""
 
     def kept(self, slot: int, tokens: int) -> KeptRows:
-        """Return copies of the slot's first `tokens` rows after the stored context, and of the slot's state.
+        """Return copies of the state of the sequence in `slot` and of its first `tokens` rows after the stored context.
 
-        The state is always the state after all rows of the slot. Therefore it belongs to the copied rows only if all
-        rows are copied.
+        The state is always the state after all rows of the sequence. Therefore it belongs to the copied rows only if
+        all rows are copied.
         """
         raise NotImplementedError
 
     def restore(self, slot: int, kept: KeptRows) -> None:
-        """Overwrite the slot's first rows after the stored context, and its state, with copies that `kept` returned."""
+        """Overwrite the first rows and the state of the sequence in `slot` with copies that `kept` returned."""
         raise NotImplementedError
 
     def clear(self, slot: int) -> None:

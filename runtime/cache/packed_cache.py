@@ -144,9 +144,9 @@ class SlotRows:
         store_in_slots((self.keys, self.values), (keys, values), step.slots, step.rows)
 
     def seen_by(self, tokens: StepTokens, longest: int, window: int | None = None) -> OwnRows:
-        """Return, for each token, the rows of its slot up to its own row; with a window, only the last `window` rows.
+        """Return, for each token, its sequence's rows up to its own row; with a window, only the last `window` rows.
 
-        `longest` is an upper bound of the number of rows of a slot.
+        `longest` is an upper bound of the number of rows of a sequence.
         """
         keys, values = (rows[:, :, :longest] for rows in (self.keys, self.values))
         first = tokens.first if window is None else (tokens.used - window).clamp(min=0)
@@ -165,7 +165,7 @@ class SlotRows:
         return self.first_of(int(tokens.slots[0]), int(tokens.used[0]))
 
     def first_of(self, slot: int, tokens: int) -> Pair:
-        """Return views [Hk, tokens, D] of the first keys and values of a slot."""
+        """Return views [Hk, tokens, D] of the first keys and values of the sequence in a slot."""
         return self.keys[slot, :, :tokens], self.values[slot, :, :tokens]
 
 

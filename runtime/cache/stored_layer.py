@@ -58,7 +58,7 @@ class SlotStates:
         self._step: tuple[State, torch.Tensor] | None = None
 
     def begin_question(self, layers: Sequence[object], slot: int, *, continued: bool) -> None:
-        """Make a cache's layers update the states of a slot in place.
+        """Make a cache's layers update the states of the sequence in `slot` in place.
 
         Args:
             layers: the cache's layers.
@@ -71,11 +71,11 @@ class SlotStates:
         hold_state(layers, views)
 
     def copied(self, slot: int) -> State:
-        """Return copies [1, ...] of the states of a slot."""
+        """Return copies [1, ...] of the states of the sequence in a slot."""
         return {name: one.clone() for name, one in self._views(slot).items()}
 
     def put(self, slot: int, state: State) -> None:
-        """Overwrite the states of a slot."""
+        """Overwrite the states of the sequence in a slot."""
         for name, view in self._views(slot).items():
             view.copy_(state[name])
 
@@ -83,13 +83,13 @@ class SlotStates:
         return {name: of_slots[slot : slot + 1] for name, of_slots in self.slots.items()}
 
     def begin_step(self, layers: Sequence[object], slots: torch.Tensor) -> None:
-        """Make a cache's layers update copies of the states of the slots `slots` [B]."""
+        """Make a cache's layers update copies of the states of the sequences in `slots` [B]."""
         copies = {name: of_slots[slots] for name, of_slots in self.slots.items()}
         self._step = copies, slots
         hold_state(layers, copies)
 
     def end_step(self) -> None:
-        """Write the states of a decode step back to the slots. A slot may be repeated with equal states."""
+        """Write the states of a decode step back to its sequences' slots. A slot may be repeated with equal states."""
         assert self._step is not None
         copies, slots = self._step
         for name, tensor in copies.items():

@@ -273,7 +273,7 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run one decode step for all slots over the stored context, then rewind the cache.
+        """Run one decode step with a sequence in every slot over the stored context, then rewind the cache.
 
         Later steps use the kernels that this step compiles and the CUDA graph that it captures.
         """
@@ -455,7 +455,7 @@ class Engine:
         return sorted(fed, key=lambda one: one.slot)
 
     def _holds(self, free: int) -> bool:
-        """Whether waiting questions must stay back in the next step although slots are free.
+        """Whether waiting questions must stay back in the next step although the cache has free slots for them.
 
         The step can then be replayed as a CUDA graph; see `HOLD_SHARE`.
         """

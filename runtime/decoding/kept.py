@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptIndex:
-    """An index that a server has opened in memory, after the probe and the checksums were checked with its model.
+    """An index that a server has opened in memory, after checking the probe (the last token's logits) and checksums.
 
     Attributes:
         prepared: the method of `config`, prepared for each layer; None for dense attention.

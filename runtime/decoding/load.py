@@ -179,7 +179,8 @@ def load_and_open(
 def keep_index(folder: Path) -> None:
     """Load the model of an index on the CPU, and prepare the index's default method, for the forks of this process.
 
-    The caller must have checked the probe. If the model's weights are rounded, only the model is kept, not the index.
+    The caller must have checked the probe, the stored logits of the last prompt token. If the model's weights are
+    rounded, only the model is kept, not the index.
 
     Raises:
         SparsekvError: the model may not or cannot be loaded, or the index is damaged.

@@ -348,9 +348,9 @@ class OpenIndex:
         return logits
 
     def take_rows(self, layer: int) -> LayerRows:
-        """Return one layer's stored keys and values: those that the probe left in memory, or rows that are read later.
+        """Return one layer's stored keys and values: rows that `check_probe` left in memory, or rows to be read later.
 
-        The rows that the probe left in memory are returned only once.
+        The rows that `check_probe` left in memory are returned only once.
         """
         return self._held.pop(layer, LayerRows(self.artifact, layer))
 
@@ -444,7 +444,7 @@ def open_index(
     early: EarlyReading | None = None,
     files: str | None = None,
 ) -> OpenIndex:
-    """Open an index after checking that it belongs to a model and tokenizer, by their hashes and by the probe.
+    """Open an index after checking, by hashes and the probe (the last token's logits), that model and tokenizer match.
 
     Args:
         hold: leave the keys and values that the probe reads in memory, copied to a GPU or mapped, for the next cache.

@@ -182,14 +182,16 @@ CHUNK = 512
 SHARE = 0.25
 """Fraction of the memory that a lane reserves, when it opens, for the keys and values of its questions and answers.
 
-The memory is the GPU's free memory, or on the CPU the machine's memory, minus what other open lanes have reserved.
+A lane has the requests over one index with one config. The memory is the GPU's free memory, or on the CPU the machine's
+memory, minus what other open lanes have reserved.
 """
 GROWTH = 2
 """Maximum ratio of a buffer's rows to its used rows: a buffer of keys or values doubles when it grows."""
 OWN_TOKENS = 2048
-"""Number of question and answer tokens for which each slot must have memory.
+"""Number of question and answer tokens of a request for which a lane must have memory.
 
-With less memory a lane has fewer slots, but at least one.
+A lane has the requests over one index with one config. With less memory it answers fewer requests at a time, but at
+least one.
 """
 
 

@@ -302,8 +302,9 @@ class Scheduler:
     def _open_lanes(self) -> None:
         """Open the lanes that have requests, the longest-waiting lane first; close idle lanes to make room.
 
-        If no lane is idle, the lane that was opened first gets no new requests, so that it becomes idle and can be
-        closed. A lane is not closed in the call that opens it, because its requests get their slots later.
+        There is a lane for each index and config. If no lane is idle, the lane that was opened first gets no new
+        requests, so that it becomes idle and can be closed. A lane is not closed in the call that opens it, because its
+        requests get their slots later.
         """
         draining = self._open_while_room()
         with self._changed:
@@ -362,7 +363,7 @@ class Scheduler:
                 self._lanes.remove(lane)
 
     def _take_turns(self) -> None:
-        """Run steps of the lanes with work in turn, until the time slice is over or a new lane has requests."""
+        """Run steps of the lanes (one per index and config) in turn, until the time is up or a new lane has work."""
         model = next(iter(self._lanes)).index.model
         with exclusive(model), route_attention(model, _attend_to_nothing):  # each lane routes to its own cache
             until = time.monotonic() + SLICE

@@ -45,7 +45,7 @@ class PagedLayer:
             self.write(*self._rows(rows, tokens), self.cache, piece.to(self.cache.device))
 
     def distance(self, rows: ContextRows, tokens: range, slots: torch.Tensor) -> float:
-        """Compare the rows that the engine has written to `slots` [T] with an index's rows of `tokens`.
+        """Compare the rows that the engine has written to the cache's `slots` [T] with an index's rows of `tokens`.
 
         Returns:
             The norm of the difference relative to the norm of the index's rows, both as stored in the cache.
@@ -118,7 +118,7 @@ class BlockLayout:
     values: torch.Tensor
 
     def read(self, layer: PagedLayer, slots: torch.Tensor) -> Pair:
-        """Read the keys and values [Hk, T, D] in some slots of a layer with this layout."""
+        """Read the keys and values [Hk, T, D] of tokens, by their slots in the cache of a layer with this layout."""
         size = layer.cache.shape[2]
         blocks, local = torch.unique(slots // size, return_inverse=True)
         numbers = layer.numbers(layer.cache.index_select(0, blocks.to(layer.cache.device)))
