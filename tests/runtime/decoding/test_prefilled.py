@@ -31,7 +31,7 @@ def _same(index: OpenIndex, config: DecodeConfig, *, together: int = 0) -> None:
     own = _answers(index, cache, asked, [None] * len(asked), together)
     shared = _answers(index, cache, asked, [*prefilled], together)
     assert shared == own
-    assert all(len(ids) == GREEDY.max_new_tokens for ids, _ in own)
+    assert max(len(ids) for ids, _ in own) == GREEDY.max_new_tokens  # an EOS token may end some of them
 
 
 def _answers(
