@@ -60,7 +60,7 @@ def chat(options: ChatOptions) -> None:
     Model and index are loaded once. At a terminal, lines that begin with / are commands (/help lists them), pasted
     lines are one question, Ctrl-C stops an answer and Ctrl-D leaves. If standard input is no terminal, each of its
     lines is a question, and a line that looks like a command is refused. The answers then go to stdout one after
-    another, without a prompt.
+    another, and no `>` is printed.
 
     \b
     sparsekv chat --index manual.skv

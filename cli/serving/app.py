@@ -293,7 +293,7 @@ class Api:
         """Return the sampling of one prompt of a request. Without a seed in the request, the seed is random.
 
         Raises ApiError (400) for a temperature that is too small, and for a `top_p` below 1 without a temperature if
-        the server's default is 0. OpenAI's default is 1, so such a request asks for a sampled answer.
+        the server's default temperature is 0. By OpenAI's default of 1, such a request would get a sampled answer.
         """
         temperature = self.sampling.temperature if asked.temperature is None else asked.temperature
         top_p = self.sampling.top_p if asked.top_p is None else asked.top_p

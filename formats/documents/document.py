@@ -47,7 +47,7 @@ _CONTROLS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 def declared_encoding(page: bytes) -> str | None:
     """Return Python's name of the encoding in which to read an HTML page, from the page's own declaration.
 
-    Returns None if the page declares no encoding, UTF-16, or one that is not in `_READ`.
+    Returns None if the page declares no encoding, or if it declares UTF-16 or an encoding that is not in `_READ`.
     """
     found = _DECLARED.search(page[:_DECLARATION])
     name = None if found is None else _python_name(found[1].decode("ascii", "replace"))

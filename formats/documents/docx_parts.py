@@ -253,7 +253,7 @@ class _Counts:
 
 
 class _Numbers:
-    """Counts the numbered paragraphs of a document, by the rules of its `numbering.xml` and `styles.xml`."""
+    """Computes the numbers of numbered paragraphs, by the rules of the document's `numbering.xml` and `styles.xml`."""
 
     def __init__(self, numbering: ElementTree.Element, styles: ElementTree.Element):
         self._styles = {_attribute(one, "styleId"): one for one in _all(styles, "style")}

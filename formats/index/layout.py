@@ -319,9 +319,9 @@ _STATE = re.compile(r"layer_(\d{3})\.(conv|recurrent)_\d{1,2}")
 def _check_states(manifest: Manifest) -> None:
     """Raise ValueError if the files of recurrent and convolution states are invalid, or KeyError if one is missing.
 
-    An index with states must have the states after sinks and middle, after all tokens but the last, and after all
-    tokens. All files must have the same tensors. Each tensor must belong to a layer of the index, have a first axis of
-    size 1, and be in the index's dtype or in float32. A layer that does not attend need not have a state.
+    An index with states must have the states at three places: where the tail begins, before the last token, and after
+    the last token. All files must have the same tensors. Each tensor must belong to a layer of the index, have a first
+    axis of size 1, and be in the index's dtype or in float32. A layer that does not attend need not have a state.
     """
     if not (stored := manifest.states):
         return

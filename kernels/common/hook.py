@@ -198,10 +198,12 @@ def is_routed() -> bool:
 def route_attention(model: "PreTrainedModel", function: AttentionFunction) -> Iterator[None]:
     """Make every attention layer of the model call `function`, which returns [Hq, Q, D], within the context.
 
-    The function itself must mask the keys after a query, and the keys before the call's `window`. The window is that of
-    the mask that transformers would have made. Threads that route the same model wait for each other (`alone`), because
-    the name of the attention implementation is set on the model. Within the context, a direct call of the model raises
-    RuntimeError if another thread makes it, or if it is made within `calling_back`.
+    The function itself must mask the keys after a query, and the keys before the call's sliding window (`window`).
+    Threads that route the same model wait for each other (`alone`), because the name of the attention implementation is
+    set on the model.
+
+    Within the context, the model raises RuntimeError if another thread calls it without routing it, or if a callback of
+    the library's user calls it (`calling_back`).
 
     Raises:
         UnsupportedAttentionError: `function` cannot reproduce a layer's attention; the model's forward pass raises it

@@ -445,7 +445,10 @@ def _padded(rows):
 
 
 def _ahead(tile, size):
-    """Return the option AHEAD: the bytes of weights that a program prefetches, at `size` bytes for each output."""
+    """Return the kernel option AHEAD, the bytes of weights that a program prefetches.
+
+    The `tile.outputs` outputs of a program have `size` bytes of weights each.
+    """
     return {"AHEAD": max(128, min(power_of_two(tile.outputs * size), AHEAD))}
 
 

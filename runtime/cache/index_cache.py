@@ -368,7 +368,7 @@ class IndexCache(SequenceCache):
                 layer.advance()
 
     def release(self) -> None:
-        """Switch back to appending any number of rows per step."""
+        """End the mode of one row per step (`reserve`): steps may append any number of rows again."""
         self._reserved = False
         for layer in self.stored_layers:
             layer.release()

@@ -172,7 +172,7 @@ class StoredLayer(RowLayer):
         self.used += 1
 
     def release(self) -> None:
-        """Switch back to appending any number of rows per step."""
+        """End the mode of one row per step (`reserve`): steps may append any number of rows again."""
         self.step_row = None
 
     def room_left(self) -> int:

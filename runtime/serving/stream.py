@@ -240,7 +240,8 @@ class Stream:
 class _Pieces(Iterator[Piece], AsyncIterator[Piece]):
     """An iteration over the pieces of a stream. The request is cancelled when the iteration is dropped.
 
-    A generator would end when a read is interrupted, and could not return the last piece.
+    This is no generator, because an exception within a read, such as Ctrl-C, would end a generator. Then the stream's
+    last piece could not be read.
     """
 
     def __init__(self, stream: Stream):

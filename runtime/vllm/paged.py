@@ -74,7 +74,7 @@ class PagedLayer:
         return torch.empty_strided(shape, self.cache.stride(), dtype=self.cache.dtype, device=self.cache.device).zero_()
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the numbers [B, ...] that blocks [B, Hk, N, C] store, in the dtype `stored`."""
+        """Return the contents [B, ...] of blocks [B, Hk, N, C], whose bytes are numbers of the dtype `stored`."""
         return blocks.contiguous().view(self.stored).flatten(1)
 
     def _floats(self, blocks: torch.Tensor) -> torch.Tensor:
