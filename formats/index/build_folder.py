@@ -134,7 +134,8 @@ class BuildFolder:
         if set(self._folder.names()) <= {LOCK, MARKER, JOURNAL}:
             # The lock is still held, so no other build has begun. One that begins now has a lock file of its own, and
             # its folder is not empty.
-            self._folder.remove([JOURNAL, MARKER, LOCK])
+            self._folder.remove([JOURNAL])  # before the marker: without it, a journal is that of another program
+            self._folder.remove([MARKER, LOCK])
             for path in self._created:
                 path.rmdir()
 

@@ -1,5 +1,6 @@
 """If a folder cannot be written, the error is one clear line and nothing is lost."""
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,8 @@ from support.artifacts import (
 )
 
 from sparsekv.formats.errors import ArtifactError
-from sparsekv.formats.index.folder import LOCK
+from sparsekv.formats.index.folder import LOCK, MARKER
+from sparsekv.formats.index.manifest import JOURNAL
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.formats.index.writer import ArtifactWriter
 
@@ -173,6 +175,21 @@ def test_a_build_that_is_refused_for_the_lock_leaves_the_folder(tmp_path: Path) 
             pass
         first.write(CONTEXT, small_files()[CONTEXT], small_recipe(CONTEXT, 0, 0))
     assert takes_over(folder)
+
+
+def test_the_marker_goes_after_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that begins in between would else take the folder for that of another program."""
+    gone, unlink = list[str](), os.unlink
+
+    def noted(name: str, *, dir_fd: int | None = None) -> None:
+        gone.append(name)
+        unlink(name, dir_fd=dir_fd)
+
+    with suppress(ZeroDivisionError), ArtifactWriter(tmp_path / "some.skv") as writer:
+        writer.share_rows(CONTEXT, small_recipe(CONTEXT, 0, 0))
+        monkeypatch.setattr(os, "unlink", noted)
+        raise ZeroDivisionError
+    assert gone.index(JOURNAL) < gone.index(MARKER)
 
 
 def test_a_build_that_begins_while_the_folder_goes_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
