@@ -105,7 +105,7 @@ def _hands_out(options: Namespace) -> bool:
 
 
 def _own_cache(config: pytest.Config) -> None:
-    """What commands remember of their calls stays out of the user's cache, whose models are used."""
+    """Give the commands a cache of their own, which has the models of the user's cache and nothing else of it."""
     from sparsekv.formats.user.cache import cache_root
 
     models = cache_root() / "models"

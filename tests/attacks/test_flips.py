@@ -37,7 +37,8 @@ def _undamaged(world: World, *options: str) -> str:
 
 
 def _flip_and_ask(world: World, home: Path, method: str, seed: int, *, sealed: bool) -> str | None:
-    """What went wrong; a flip whose sums were made right again is another index, which may have another answer."""
+    """Return the failure's description, or None. An index whose sums fit the flipped bit is another index and may
+    answer otherwise."""
     sandbox, choose = world.copy(home), random.Random(f"{method} {seed}")
     name = choose.choice(
         [name for name in sorted(read_fields(sandbox.index)["files"]) if name.startswith(f"{method}/")]
@@ -65,7 +66,8 @@ def test_a_flipped_bit_is_told_or_harmless(world: World, tmp_path: Path, method:
 @pytest.mark.slow
 @pytest.mark.parametrize("sealed", [False, True], ids=["damaged", "sealed"])
 def test_hundreds_of_flipped_bits_are_told_or_harmless(world: World, tmp_path: Path, sealed: bool) -> None:
-    """What went wrong is told at the end, all of it."""
+    """Each flipped bit is refused or leaves the answer as it was. All failures are collected and written to a file at
+    the end."""
 
     def flips() -> Iterator[tuple[str, int]]:
         return ((METHODS[number % len(METHODS)], number) for number in range(FLIPS))

@@ -1,4 +1,4 @@
-"""What the attacks rest on: runs that end as the installed command does, and a home whose changes are seen."""
+"""Tests of the attacks' harness: runs end as the installed command's do, and each change in a home is seen."""
 
 import signal
 from pathlib import Path

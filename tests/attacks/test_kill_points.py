@@ -39,7 +39,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="session")
 def small_world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Of one method, so that there are fewer files."""
+    """A world whose index has one method, so that it has fewer files."""
     return World.make(tmp_path_factory.mktemp("small_world"), zygote(), methods=("multipole",))
 
 
@@ -92,7 +92,7 @@ def test_no_kill_loses_a_folder(folder_world: World, tmp_path: Path, name: str) 
 
 @pytest.fixture(scope="session")
 def world_with_states(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Of a model with layers that keep a state, with one method and checkpoints."""
+    """A world whose model has layers with a state, and whose index has one method and checkpoints."""
     folder, options = tmp_path_factory.mktemp("states_world"), ("--checkpoints", "1")
     return World.make(folder, zygote(), ("multipole",), options, "qwen3_next")
 

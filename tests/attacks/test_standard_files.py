@@ -44,7 +44,7 @@ def test_standard_output_is_full(sandbox: Sandbox, name: str) -> None:
 @pytest.mark.parametrize("name", short_part(("inspect", "generate", "recall-report", "version", "wrong"), every=4))
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_standard_output_or_error_is_closed(sandbox: Sandbox, name: str, closed: str) -> None:
-    """What cannot be told is not; the exit code tells."""
+    """A command whose standard output or error is closed ends with a documented exit code and without a traceback."""
     run = sandbox.run(*_commands(sandbox)[name], **{closed: CLOSED})
     assert not run.late
     assert run.code in (0, 1, 2), run

@@ -50,7 +50,7 @@ def test_shares_and_measures_of_a_selection(
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_measures_leave_out_the_first_token_of_an_answer_that_has_more(opened: Open, tokens: int) -> None:
-    """Those of an answer of one token are of that token."""
+    """The measures of an answer of one token include that token."""
     one = opened(synthetic_trace(300, tokens, 2, 1, 1))
     assert ("leave out the answer's first token" in one.text("#measures-scope")) == (tokens > 1)
 
