@@ -44,7 +44,7 @@ ABOUT = {
 
 
 def timed(*options: str) -> dict[str, Any]:
-    """What `bench --json` says."""
+    """Return the document that `bench --json` prints."""
     outcome = run_here(*BENCH, *options, "--json")
     assert outcome.code == 0, outcome.stderr
     return dict(json.loads(outcome.stdout))

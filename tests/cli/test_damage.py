@@ -81,7 +81,8 @@ def test_an_index_that_contradicts_itself_is_told_before_it_is_built_upon(place:
 
 
 def test_a_record_without_parameters_cannot_take_generated_tokens(place: Path) -> None:
-    """They have to join the clusters as the indexer would let them. Without --stream nothing needs the parameters."""
+    """With --stream, generated tokens join clusters by the indexer's parameters. Without --stream nothing needs
+    them."""
     whole = read_manifest(place / "doc.skv")
     methods = whole.methods | {"multipole": whole.methods["multipole"].model_copy(update={"parameters": {}})}
     (place / "doc.skv" / "manifest.json").write_bytes(manifest_bytes(whole.model_copy(update={"methods": methods}))[0])

@@ -244,7 +244,7 @@ def test_a_harmless_option_is_noted(
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("given", ENCODED)
 def test_an_encoding_of_files_that_have_their_own_is_noted(given: tuple[str, ...]) -> None:
-    """It is no error, because a loop over all files of a folder gives it for each. These files do not exist."""
+    """The option is noted, not refused: a loop over a folder gives it for each file. These files do not exist."""
     told = run_here(*given, "--encoding", "latin-1").stderr
     assert "--encoding latin-1 has no effect on manual.pdf: PDF and DOCX files have encodings of their own\n" in told
 

@@ -1,4 +1,4 @@
-"""What `inspect` says of an index's clusters and lists, against the tensors it holds."""
+"""Tests of the report of `inspect` on an index's clusters and lists, against the tensors that the index holds."""
 
 import json
 import math
@@ -82,7 +82,7 @@ def _middle(artifact: Artifact, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _shares_from_logits(queries: torch.Tensor, keys: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of queries [Hk, G, R, D] with keys [Hk, M, D], one row a query."""
+    """Return each subspace's share of the logits' deviations, one row a query [Hk, G, R, D] over keys [Hk, M, D]."""
     parts = [part.long() for part in tensors["channels"]]
     logits = [torch.einsum("hgrd,hmd->hgrm", queries[..., of].double(), keys[..., of].double()) for of in parts]
     deviations = torch.stack([one.std(-1, correction=0).flatten() for one in logits], -1)

@@ -1,4 +1,4 @@
-"""What a user has made is not lost, and what he asked for is not left out, without a word."""
+"""Tests of warnings before a loss: no index is replaced, and no option ignored, without a message."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_what_an_earlier_text_loses_is_told_before_it_is_lost(place: Path) -> No
 
 
 def test_how_much_stays_is_told_as_it_is(place: Path) -> None:
-    """Of an index in 8 bits nothing does where its scales are those of less than half of the text."""
+    """No stored token of an index in 8 bits stays where its scales were made from less than half of the text."""
     built = run_here("build-index", "doc.txt", "--model", "model", "-o", "int8.skv", "--kv-dtype", "int8")
     assert built.code == 0, built.stderr
     with (place / "doc.txt").open("a") as file:

@@ -1,4 +1,4 @@
-"""What `recall-report` prints: the same names in the table, as CSV and as JSON, rows in order, the front marked."""
+"""Tests of the output of `recall-report`: table, CSV and JSON have the same names, ordered rows and a marked front."""
 
 import csv
 import json

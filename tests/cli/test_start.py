@@ -1,4 +1,4 @@
-"""What a command imports before it has something to do, and what it never imports for a given use."""
+"""Tests of a command's imports before its work begins, and of the modules that a given use never imports."""
 
 import json
 import shutil

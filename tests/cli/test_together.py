@@ -34,7 +34,7 @@ def test_the_more_share_a_choice_the_less_each_loses(place: Path, queries: tuple
 
 
 def test_rows_of_several_queries_are_not_judged_as_those_of_one(place: Path) -> None:
-    """Of several, no method is the best of one query, and the budget is that of each."""
+    """For several queries together, no method is called the best for one query, and the budget is each query's."""
     told = run_here(*REPORT, "--method", "window", "--together", "4").stdout
     assert "--within 0.12 names a method for queries alone; add 1 to --together" in told
     assert "Nothing here reads as little" not in told
@@ -57,7 +57,7 @@ ALONE = (
 
 
 def test_variants_that_queries_cannot_share_are_named(place: Path) -> None:
-    """Those under a guard, and those of methods that represent unselected tokens for one query alone."""
+    """Queries cannot share a guard, nor a method that represents unselected tokens for one query alone."""
     told = run_here(*GUARDED, "--method", "magicpig", "--lookup", "flat", "--together", "2", "--json")
     assert told.code == 0, told.stderr
     assert {row["method"] for row in json.loads(told.stdout)["rows"]} == {"multipole"}

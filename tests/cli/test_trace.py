@@ -128,7 +128,7 @@ def test_without_a_passage_there_are_two_answers(place: Path) -> None:
 
 
 def test_a_made_up_trace_is_valid_and_adds_up() -> None:
-    """What the tests of pages draw has the form of what the command prints."""
+    """The synthetic trace that the tests of pages draw has the format of the command's trace."""
     document = synthetic_trace(2000, 3, 2, 2, seed=1)
     _is_valid(document)
     assert sum(len(one["tokens"]) for one in document["passages"]) == document["n_context"]

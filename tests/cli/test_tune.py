@@ -17,21 +17,21 @@ ASK = ("generate", "What is 7 times 7?", "--max-new-tokens", "4", "--model", "mo
 
 
 def tuned(*more: str) -> dict[str, Any]:
-    """What `tune --json` says, after the options of TUNE."""
+    """Return the document that `tune --json` prints, with the options of TUNE and then `more`."""
     outcome = run_here(*TUNE, *more, "--json", "-q")
     assert outcome.code == 0, outcome.stderr
     return dict(json.loads(outcome.stdout))
 
 
 def asked(*options: str) -> dict[str, Any]:
-    """What `generate --json` says."""
+    """Return the document that `generate --json` prints."""
     outcome = run_here(*ASK, *options)
     assert outcome.code == 0, outcome.stderr
     return dict(json.loads(outcome.stdout))
 
 
 def first_method() -> str:
-    """What `generate` takes where an index has no default."""
+    """Return the method that `generate` takes where an index has no default."""
     return next(iter(read_manifest(Path("doc.skv")).methods))
 
 
@@ -239,7 +239,8 @@ def test_the_cheapest_by_time_is_what_takes_least_of_what_holds(place: Path) -> 
 
 
 def test_recall_is_of_as_many_best_tokens_as_one_says(place: Path) -> None:
-    """Of fewer, fewer tokens are enough; the manifest and `inspect` say of how many."""
+    """Recall of fewer best tokens needs a smaller budget. The manifest and `inspect` state the number of best
+    tokens."""
     few, many = tuned("--of", "5%"), tuned("--of", "400")
     assert (few["recall_of"], many["recall_of"]) == (0.05, 400)
     budgets = [{row["method"]: row["budget"] for row in found["methods"]} for found in (few, many)]

@@ -56,7 +56,7 @@ def test_a_text_is_one_safe_line_of_the_width() -> None:
 
 
 def test_sources_are_lines_of_the_document(place: Path) -> None:
-    """Of different tokens, none of them the chat template's, and not more than were asked for."""
+    """The sources have different tokens, at most as many as were asked for, and none from the chat template."""
     answer = answered(QUESTION, "--sources", "40")
     taken = set[int]()
     for one in answer["sources"]:
@@ -96,7 +96,7 @@ def test_answers_of_a_batch_have_the_sources_of_single_answers(place: Path, meth
 
 
 def test_a_source_names_its_file_and_the_line_in_it(place: Path) -> None:
-    """Of a document of several files; text between files belongs to none."""
+    """The index is of a document of several files. Text between files belongs to no file."""
     whole = answered(QUESTION, "--sources", "1", "--method", "dense")["sources"][0]
     start, stop = whole["tokens"]
     files = [
@@ -118,7 +118,7 @@ def test_a_source_names_its_file_and_the_line_in_it(place: Path) -> None:
 
 
 def test_a_source_names_its_page(place: Path) -> None:
-    """Of an index of a PDF. The last token of a page before the first one that is named is on it, too."""
+    """The index is of a PDF whose third page is one token, the first token of the source."""
     start = answered(QUESTION, "--sources", "1", "--method", "dense")["sources"][0]["tokens"][0]
 
     def of_pdf(fields: Fields) -> None:

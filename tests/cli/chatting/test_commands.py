@@ -110,7 +110,7 @@ def test_a_setting_changes_and_the_talk_stays(place: Path) -> None:
 
 
 def test_options_of_the_file_count_for_a_later_method(place: Path) -> None:
-    """They are also in the command that goes on with a saved talk."""
+    """The file's options are also in the command that goes on with a saved talk."""
     (place / "sparsekv.toml").write_text('[chat]\nmethod = "quest"\ndims = 4\nraw = true\n')
     with chat(place) as one:
         answer(one, "/method loki")

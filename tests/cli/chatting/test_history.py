@@ -1,4 +1,4 @@
-"""What was typed before: an entry is an entry, whatever is in it, and no file stops a chat."""
+"""Tests of the history of a chat's entries: any text comes back as one entry, and no history file stops a chat."""
 
 import os
 from pathlib import Path

@@ -12,7 +12,7 @@ ASK = ("chat", "--model", "model", "--max-new-tokens", "8")
 
 
 def test_lines_are_questions_one_after_another(place: Path) -> None:
-    """Of which each sees those before it, and blank ones are none."""
+    """Each question sees the questions before it, and blank lines are no questions."""
     done = sparsekv(*ASK, "-q", cwd=place, stdin="Why?\n\n  \nWhy?")
     assert (done.returncode, done.stderr) == (0, "")
     first = run_here("generate", "Why?", *ASK[1:], "-q").stdout

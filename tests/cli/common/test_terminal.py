@@ -1,4 +1,4 @@
-"""What anyone wrote into a name, a manifest or a text never steers a terminal, nor is it taken for markup."""
+"""Tests of the terminal's output of hostile text: no control character reaches the terminal, and no name is markup."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a command line that typer does not understand is told."""
+"""Tests of the error messages for command lines that typer cannot parse."""
 
 import shlex
 

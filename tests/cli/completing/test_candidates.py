@@ -1,4 +1,4 @@
-"""What may follow on a command line, and that asking for it is quiet and needs no torch."""
+"""Tests of the candidates that completion offers for a command line: completion is quiet and needs no torch."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from sparsekv.runtime.selection.interface import methods
 
 
 def ask(*words: str) -> dict[str, str]:
-    """What may stand in the place of the last word, as the scripts of zsh and fish ask for it."""
+    """Return the candidates for the last word, with their help, as the script of fish asks for them."""
     outcome = run_here("__complete", "fish", *words)
     assert (outcome.code, outcome.stderr) == (0, "")
     return dict(line.split("\t") for line in outcome.stdout.splitlines()[1:])

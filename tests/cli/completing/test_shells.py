@@ -1,4 +1,4 @@
-"""What the real shells make of the scripts that `sparsekv completion` prints."""
+"""Tests of the scripts that `sparsekv completion` prints, in the real shells."""
 
 import subprocess
 from pathlib import Path

@@ -234,7 +234,7 @@ def test_dense_attention_ignores_only_defaults_that_it_does_not_use(
 def test_a_default_model_gives_an_index_of_another_no_words(
     place: Path, embedded_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would be those of another tokenizer, and nothing would say so."""
+    """The default model's tokenizer would decode the index's tokens to wrong words, without a warning."""
     monkeypatch.setenv("SPARSEKV_MODEL", EMBEDDED)
     outcome = run_here("inspect", "--json")
     assert "no words, only counts: tokenizer differs" in outcome.stderr

@@ -1,4 +1,4 @@
-"""What each of two ranks does of a build: its share of layers' indices and of files' sums, as one process does it."""
+"""Tests of the division of a build between two ranks: layers' indices and files' sums equal one process's."""
 
 from pathlib import Path
 
@@ -40,7 +40,8 @@ def test_indices_are_those_that_one_process_makes_of_the_same_rows(fresh: Both, 
 
 @pytest.mark.slow
 def test_ranks_make_what_a_finished_context_lacks_by_turns(tmp_path: Path) -> None:
-    """Of every method, to the byte as one process; no rank runs the model for it, nor makes a sum twice."""
+    """Both ranks together write every method byte for byte as one process does. No rank runs the model or repeats a
+    sum."""
     stored = [*indexers()]
     both = run_both(tmp_path, ["llama"], stored, resumed=True)
     assert _sums(tmp_path / "llama-ranks.skv") == _sums(tmp_path / "llama-alone.skv")

@@ -269,7 +269,7 @@ def test_an_index_that_is_replaced_under_load_answers_as_the_old_or_the_new(indi
 def test_steps_of_many_answers_are_dense_where_that_was_measured_to_be_faster(
     indices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the indices that are open at the start, and of one that is opened later."""
+    """The rule holds for indices that are open at the start, and for one that is opened later."""
     for name in ("doc", "raw"):
         shutil.copytree(indices / f"{name}.skv", tmp_path / "more" / f"{name}.skv")
     (tmp_path / "more" / "model").symlink_to((indices / "model").resolve())
