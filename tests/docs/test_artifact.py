@@ -44,7 +44,8 @@ def stored(folder: Path) -> Iterator[Tensors]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, Tensors]]:
-    """Of an index with every method, and of one of a model with learned sinks; with each file a head's channels."""
+    """Tensors of each file, with a head's channels, of an index with every method and one of a model with learned
+    sinks."""
     found: list[tuple[int, Tensors]] = []
     for family, channels, methods in (("qwen3", 32, METHODS), ("gpt-oss", 16, {"squeezed": METHODS["squeezed"]})):
         plan, folder = small_plan(family, methods=methods), tmp_path_factory.mktemp(family) / "doc.skv"

@@ -18,7 +18,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes of a page's headings."""
     found: dict[str, int] = {}
     for heading in re.findall(r"^#+ (.+)$", without_blocks(page), flags=re.MULTILINE):
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)

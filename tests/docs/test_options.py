@@ -16,7 +16,7 @@ OTHERS = {"--import-mode"}
 
 
 def sections() -> dict[str, str]:
-    """What the reference says of each command, by its name."""
+    """Return the reference's section on each command, by the command's name."""
     parts = re.split(r"^## sparsekv ?(.*)$", COMMANDS_PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 

@@ -24,7 +24,7 @@ def _captured(loaded: LoadedModel, chunk_size: int) -> Captured:
 
 @pytest.fixture(scope="module")
 def whole(embedded: LoadedModel) -> Captured:
-    """Of one chunk."""
+    """All layers of the document, prefilled in one chunk."""
     return _captured(embedded, TOKENS + 100)
 
 

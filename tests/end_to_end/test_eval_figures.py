@@ -1,4 +1,4 @@
-"""What the evaluation says of the real model at 4,096 tokens: that the default task can tell methods apart."""
+"""Tests of the evaluation of the real model at 4,096 tokens: the default task can tell methods apart."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tool promises on the first tokens of a real document, with the embedded model: 1,024, or 6,144 if slow."""
+"""Tests of the tool's promises on 1,024 tokens of a real document, or 6,144 if slow, with the embedded model."""
 
 import json
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""What multipole's centroids cost the real model in the end: the perplexity of a text after the one it has indexed."""
+"""Tests of the cost of multipole's centroids to the real model: the perplexity of a text after the indexed one."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ QUESTION = "What is a context manager?"
 
 
 def _answer(index: Path, method: str, placement: str) -> tuple[dict[str, Any], int]:
-    """What `generate --json` says, and the peak resident memory of its process in bytes."""
+    """Return the document that `generate --json` prints, and the peak resident memory of its process in bytes."""
     options = ["--method", method, "--budget", "5%", "--placement", placement, "--max-new-tokens", "12", "--json"]
     command = [sys.executable, "-c", MEASURE, "generate", QUESTION, "-i", str(index), *options]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)

@@ -53,7 +53,7 @@ def test_a_conversation_is_that_of_chat(server: Server, place: Path) -> None:
 
 
 def test_only_the_system_message_before_the_document_is_accepted(server: Server, index: Artifact) -> None:
-    """It is the one that the model's template puts there."""
+    """The accepted system message is the one that the model's template puts there."""
     chat, client = index.manifest.prompt.chat, server.openai()
     assert chat is not None
     own = chat.before.partition("system\n")[2].partition("<|im_end|>")[0]

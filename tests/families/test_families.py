@@ -21,7 +21,7 @@ RISKY = (
 
 
 def _every(names: tuple[str, ...]) -> list[str]:
-    """Those that the installed version has."""
+    """Return the names of the families that the installed version of transformers has."""
     return [name for name in names if name in families()]
 
 
