@@ -1,4 +1,4 @@
-"""What a command tells of a GPU's memory before it starts."""
+"""Tests of a command's message on a GPU's memory before the command starts its work."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What an index is called where nobody names it, and which texts it may have its name from."""
+"""Tests of an index's default name, and of the texts that an index may have its name from."""
 
 from pathlib import Path
 

@@ -67,8 +67,8 @@ def test_an_empty_cluster_changes_no_other_centroid() -> None:
 
 
 def grown_by(more: int, *, known: int = 200) -> tuple[Tensors, Tensors, Tensors]:
-    """What is stored of clusters in bfloat16, what these are with more after them, one of which takes a token in, and
-    what is stored of that."""
+    """Return stored tensors of bfloat16 clusters, the restored ones grown by new clusters, and the grown ones as
+    stored. One known cluster takes a token in."""
     before = with_centroids_in_8_bits(in_bfloat16(clusters(0, known)))
     old, new = with_restored_centroids(before, torch.bfloat16), in_bfloat16(clusters(2, more, offset=-200.0))
     grown = {name: torch.cat([old[name], new[name]], 1) for name in new}
@@ -96,7 +96,7 @@ def test_clusters_that_stay_keep_their_numbers() -> None:
 
 @pytest.mark.parametrize(("known", "more"), [(200, 250), (20, 10)], ids=["less than half", "few"])
 def test_channels_of_a_few_centroids_are_not_shared(known: int, more: int) -> None:
-    """They would fit the others badly."""
+    """The channels' scales of a few centroids would fit the other centroids badly."""
     _, grown, stored = grown_by(more, known=known)
     anew = with_centroids_in_8_bits(grown)
     assert all(torch.equal(stored[name], tensor) for name, tensor in anew.items())

@@ -107,7 +107,7 @@ def test_a_token_that_leaves_a_constant_channel_is_still_off_by_at_most_half_a_s
 
 
 def test_an_outlier_costs_its_own_token_alone_where_channels_are_given() -> None:
-    """Of keys and of values: the bytes of all others stay."""
+    """The bytes of all other tokens' keys and values stay."""
     rows = normal(0, 1, 64, 8)
     spiked = rows.clone()
     spiked[0, 5, 3] = 1e4

@@ -128,7 +128,7 @@ def test_a_contradiction_about_8_bits_is_named(index: Path, name: str) -> None:
 
 
 def test_scales_beside_exact_keys_are_refused(index: Path) -> None:
-    """They would decide how the keys are read."""
+    """The scales would decide how the keys are read."""
     scales = torch.ones(2, 40, dtype=torch.bfloat16)
     change_tensors(index, CONTEXT, lambda tensors: tensors | {"key_scales": scales})
     with pytest.raises(ArtifactError, match=f"contradicts itself: {CONTEXT} has a tensor key_scales"):
@@ -136,7 +136,7 @@ def test_scales_beside_exact_keys_are_refused(index: Path) -> None:
 
 
 def test_scales_of_values_without_values_are_refused(index: Path) -> None:
-    """They would be taken for those of keys."""
+    """The scales would be taken for the scales of keys."""
     _int8_index(index)
     scales = torch.ones(2, 5, dtype=torch.bfloat16)
     change_tensors(index, METHOD, lambda tensors: tensors | {"level0.value_centroid_scales": scales})

@@ -133,14 +133,14 @@ def test_rows_of_files_that_were_not_joined_are_left_to_the_other(second: PartWr
 
 
 def _kill(writer: ArtifactWriter) -> None:
-    """What a killed process leaves: its files, and no lock."""
+    """Leave a writer as a killed process leaves it: with its files, and without its lock."""
     writer._threads.shutdown()
     writer._lock.release()
 
 
 @pytest.fixture
 def outlived(tmp_path: Path, second: PartWriter) -> SharedFile:
-    """What `second` has joined in some.skv, whose first process was killed then."""
+    """Return the shared file of some.skv that `second` has joined, and whose first process was killed then."""
     killed = ArtifactWriter(tmp_path / "some.skv").__enter__()
     shared = killed.share_rows(NAME, "recipe")
     assert second.join(killed.folder, {NAME: shared})

@@ -1,4 +1,4 @@
-"""What a person may have meant."""
+"""Tests of the suggestion of the nearest name for a misspelt one."""
 
 import pytest
 

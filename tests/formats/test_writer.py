@@ -1,4 +1,4 @@
-"""What a build reuses, what it writes again, and what it leaves behind."""
+"""Tests of the files that a build reuses, the files that it writes again, and the files that it leaves behind."""
 
 from collections.abc import Callable
 from itertools import product

@@ -1,4 +1,4 @@
-"""What ranks send each other, between two processes over gloo."""
+"""Tests of the tensors and messages that ranks send each other, between two processes over gloo."""
 
 from multiprocessing import get_context
 from pathlib import Path

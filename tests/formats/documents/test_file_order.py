@@ -68,7 +68,7 @@ def test_changes_are_counted_from_the_second_version_on() -> None:
     ],
 )
 def test_the_first_change_is_told(now: str, told: str) -> None:
-    """Of four files, each with a text of its own."""
+    """The earlier document has four files, each with a text of its own."""
     texts = {"a1": 1, "b1": 2, "c1": 3, "d1": 4, "e2": 2, "_4": 4, "e4": 4}
 
     def table(files: str) -> list[SourceFile]:
@@ -82,7 +82,7 @@ def test_the_first_change_is_told(now: str, told: str) -> None:
     ("same", "told"), [(9, "a changed (also 1 file changed)"), (10, "b changed (also 1 file changed)")]
 )
 def test_a_file_whose_text_stays_is_not_the_first_change(same: int, told: str) -> None:
-    """Of a file other bytes have the same text, as with a blank line at its end."""
+    """The file's bytes change but its text stays, as with a blank line at its end."""
 
     def table(content: int) -> list[SourceFile]:
         places = {"a": (0, 10), "b": (15, 30)}

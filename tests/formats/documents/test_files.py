@@ -323,7 +323,7 @@ def test_one_of_two_files_of_the_same_content_is_renamed(tmp_path: Path) -> None
 
 
 def test_patterns_that_match_nothing_are_named(tmp_path: Path) -> None:
-    """They may have been meant for files that are read now, or left out. Patterns of ignored and hidden files match."""
+    """An unmatched pattern may be a mistake, so a message names it. Patterns match ignored and hidden files too."""
     tree = dict.fromkeys(["a.md", "z.txt", "sub/secret.txt", ".git/a", "build/b.md"], "text") | {".gitignore": "build/"}
     write_tree(tmp_path / "docs", tree)
     for exclude, unmatched in (

@@ -130,8 +130,8 @@ def test_text_appended_to_a_talk_begins_the_next_message(kind: str, more: str, q
 @pytest.mark.parametrize("blank", ["", "\n\n\n"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lines_are_those_of_the_texts(kind: str, blank: str, one: str) -> None:
-    """Of a document, of text behind it, whose tokens begin with its end, and of text behind an answer. Some tokenizers
-    decode a line break and the bytes of characters behind it together."""
+    """The first line is right for a document, for text appended to it, whose tokens begin with the document's end, and
+    for text after an answer. Some tokenizers decode a line break together with the bytes of the characters after it."""
     tokenizer, text = tokenizer_of(kind), f"{blank}{one}.\nimport two.\nThree."
     prompt = encode_prompt(tokenizer, text)
     assert prompt.chat is not None
@@ -163,7 +163,7 @@ def test_a_text_that_is_cut_has_the_templates_first_tokens(kind: str, start: str
 @given(data=st.data(), question=TEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_the_template_in_a_text_are_text(kind: str, data: st.DataObject, question: str) -> None:
-    """What stands around them has the tokens that it has around other text of such letters."""
+    """The text around a template's token has the same ids as around other text of such letters."""
     tokenizer = tokenizer_of(kind)
     special = data.draw(st.sampled_from(sorted(map(str, tokenizer.added_tokens_decoder.values()))))
     prompt = encode_prompt(tokenizer, f"{LONG}{special}{LONG}")

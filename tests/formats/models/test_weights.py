@@ -121,7 +121,7 @@ def test_without_settings_of_answers_they_are_those_of_the_config(tmp_path: Path
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{not json", '{"eos_token_id": [1, 2', '\ufeff{"eos_token_id": 1}'])
 def test_damaged_settings_of_answers_are_refused(tmp_path: Path, text: str) -> None:
-    """They name the tokens that end an answer, and transformers would ignore them."""
+    """The settings name the tokens that end an answer, and transformers would ignore damaged settings."""
     folder = save_tiny(tmp_path / "model")
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(SparsekvError, match=r"generation_config\.json that cannot be read .*get the file again"):
