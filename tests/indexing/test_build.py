@@ -22,7 +22,7 @@ from sparsekv.indexing.plan import BuildPlan
 
 
 class _Killed(BaseException):
-    """What an interruption raises: no `except Exception` on the way may swallow it."""
+    """The exception that interrupts a build: no `except Exception` on the way may swallow it."""
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What an evaluation keeps answers by."""
+"""Tests of the methods' parameters in a builder, which decide whether an evaluation may reuse its kept answers."""
 
 from support.small_index import small_plan
 

@@ -23,7 +23,7 @@ SCALED = ("level0.centroid_scales", "level0.value_centroid_scales")
 
 
 class _Stopped(BaseException):
-    """What an interruption raises: no `except Exception` on the way may swallow it."""
+    """The exception that interrupts a build: no `except Exception` on the way may swallow it."""
 
 
 def _plan(**changes: Any) -> BuildPlan:
@@ -81,7 +81,7 @@ def test_an_append_leaves_the_numbers_of_blocks_that_are_full(tmp_path: Path) ->
 def test_an_index_of_exact_centroids_still_opens_and_is_built_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of earlier versions, beside keys and values in 8 bits."""
+    """Earlier versions stored exact centroids beside keys and values in 8 bits."""
     folder, plan = tmp_path / "a.skv", _plan(methods={"multipole": INDEXERS["multipole"]})
     with monkeypatch.context() as patch:
         patch.setattr("sparsekv.indexing.build.CENTROID_FORM", "earlier")

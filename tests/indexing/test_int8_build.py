@@ -23,7 +23,7 @@ from sparsekv.kernels.attention.attention import Segment, attend, causal_mask
 
 
 class _Killed(BaseException):
-    """What an interruption raises: no `except Exception` on the way may swallow it."""
+    """The exception that interrupts a build: no `except Exception` on the way may swallow it."""
 
 
 def _int8(**changes: Any) -> BuildPlan:
@@ -138,7 +138,7 @@ def test_an_index_of_exact_rows_and_one_in_8_bits_do_not_share_files(tmp_path: P
 
 
 def test_a_build_in_8_bits_begins_with_the_exact_rows_of_the_index_that_is_there(tmp_path: Path) -> None:
-    """They cost nothing, so what storing them costs is measured on all of them."""
+    """The exact rows cost nothing, so the error of storing rows in 8 bits is measured on all of them."""
     build_index(small_plan(tokens=600), tmp_path / "a.skv")
     plan = _int8(tokens=600)
     assert _tokens_run(plan, tmp_path / "a.skv") == len(plan.prompt.input_ids) - 512
@@ -173,7 +173,7 @@ def test_an_edited_document_keeps_the_numbers_of_the_tokens_that_it_shares(tmp_p
 
 @pytest.mark.parametrize(("tokens", "taken"), [(560, 256), (680, 0)], ids=["half of it", "less than half"])
 def test_a_longer_document_takes_over_no_scales_of_a_few_of_its_tokens(tmp_path: Path, tokens: int, taken: int) -> None:
-    """They would fit its other keys badly."""
+    """The scales of a few tokens would fit the other keys badly."""
     build_index(_int8(tokens=300), tmp_path / "a.skv")
     longer = _int8(tokens=tokens)
     assert _tokens_run(longer, tmp_path / "a.skv") == len(longer.prompt.input_ids) - taken

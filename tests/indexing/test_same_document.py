@@ -1,4 +1,4 @@
-"""What makes a text a later version of an index's document."""
+"""Tests of the rule by which a text is a later version of an index's document."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What overflows is told before it is written, and another dtype goes on in the same folder."""
+"""Tests of overflow in a build: it is told before it is written, and another dtype goes on in the same folder."""
 
 from pathlib import Path
 

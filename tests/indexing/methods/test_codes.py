@@ -1,4 +1,4 @@
-"""What the method codes stores: codes that keep what queries ask for, and what clusters weigh without their best."""
+"""Tests of the stored tensors of codes: codes keep what queries ask for, and clusters' masses omit the best tokens."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -218,7 +218,7 @@ def test_another_prefill_starts_over(tmp_path: Path, change: dict[str, object]) 
 
 
 def test_a_dense_prefill_is_replaced_by_force_alone(tmp_path: Path) -> None:
-    """It is what a long prefill of everything gave."""
+    """The dense prefill is the result of a long exact computation."""
     build_small(tmp_path / "dense.skv")
     sparse = small_plan(prefill=QuokaPrefill(prefill_budget=24), chunk_size=48)
     with pytest.raises(ArtifactError) as refused:
