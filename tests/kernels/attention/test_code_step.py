@@ -126,7 +126,8 @@ def test_what_is_no_number_is_not_lost(form: str, bad: float) -> None:
 
 
 def test_half_precision_gradients_and_other_layouts_go_another_way() -> None:
-    """Those are computed in torch; rows that are not contiguous are every other row of a buffer."""
+    """Half precision and gradients are computed in torch. The rows that are not contiguous are every other row of a
+    buffer."""
     step = some_step()
     assert replace(step.codes, values=step.codes.values.half()).compiled is None
     apart = tuple(held.repeat_interleave(2, 1)[:, ::2] for held in step.exact)

@@ -154,7 +154,7 @@ def test_centroids_that_are_listed(slots: int, D: int, counted: bool) -> None:
 
 @pytest.mark.parametrize("used", [(40, 11), (0, 1)])
 def test_listed_centroids_after_the_used_ones_are_not_attended(used: tuple[int, int]) -> None:
-    """They may be anything: rows that no cluster has, logits that are nan."""
+    """Slots after the used ones may hold anything: rows that no cluster has, logits that are nan."""
     step, slots = some_step(5), 40
     rows = torch.stack([torch.randperm(60, generator=torch.Generator().manual_seed(head)) for head in range(2)])[
         :, :slots

@@ -50,8 +50,8 @@ def chosen(
 
 @every_pair({"dtype": [torch.float32, torch.float16, torch.bfloat16], "D": [64, 96, 128, 256], "G": [1, 3, 8]})
 def test_the_best_by_scores_in_float64(G: int, D: int, dtype: torch.dtype) -> None:
-    """Of one question of three tokens: those with the highest mean over its tokens and heads, to within the resolution
-    of scores and the rounding of logits."""
+    """One question of three tokens takes the clusters with the highest mean over its tokens and heads. The kernel may
+    differ within the resolution of scores and the rounding of logits."""
     counts, (query, ends) = uneven_counts(D + G, 2, 37), some_query(0, 2, G, [3], D)
     query, centroids = query.to(dtype), (1.5 * normal(1, 2, 37, D)).to(dtype)
     lengths = chosen(query, ends, centroids, counts, 50).lengths
@@ -95,7 +95,7 @@ def test_as_many_tokens_as_a_head_may_have() -> None:
 
 
 def assert_same(G: int, tokens: list[int], clusters: int, budget: int, softcap: float | None = None) -> None:
-    """Of kernels and plain torch."""
+    """Assert that kernels and plain torch make the same choice."""
     counts, (query, ends) = uneven_counts(clusters, 3, clusters), some_query(2, 3, G, tokens, 64)
     centroids, capacity = 2 * normal(3, 3, clusters, 64), int(counts.sum(-1).max())
     found = chosen(query, ends, centroids, counts, budget, softcap)

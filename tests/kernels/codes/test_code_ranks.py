@@ -193,7 +193,7 @@ def test_the_same_however_many_tiles_there_are(
 
 
 def test_fewer_ranks_are_half_an_octave_or_an_eighth() -> None:
-    """Of 16 ranks an octave; in the same order."""
+    """The full scale has 16 ranks an octave. Fewer ranks keep their order."""
     fewer = fewer_ranks(torch.arange(RANKS))
     widths = torch.bincount(fewer, minlength=FEW_RANKS)
     assert torch.equal(fewer, fewer.sort().values)

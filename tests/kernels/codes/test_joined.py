@@ -21,7 +21,7 @@ def chosen_keys(seed: int, B: int, K: int, keys: int) -> tuple[torch.Tensor, tor
 
 
 def join(chosen: torch.Tensor, labels: torch.Tensor, capacity: int, *, plain: bool) -> tuple[JoinedKeys, torch.Tensor]:
-    """What is joined, and how many of each group."""
+    """Return the joined keys, and how many keys of each group were taken."""
     device = torch.device("cpu") if plain else DEVICE
     groups = KeyGroups(labels.to(device), torch.zeros(2, 7, dtype=torch.int32, device=device))
     with poisoned_memory():

@@ -1,4 +1,4 @@
-"""What is called on a GPU while weights are read."""
+"""Tests of the first calls on a GPU, which are made while weights are read."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def test_joining_many_times_stays_as_tight_as_clustering_once() -> None:
 
 @pytest.mark.gpu
 def test_one_graph_records_joining_and_repeats_it() -> None:
-    """There is no synchronisation, and no shape depends on the tokens."""
+    """The joining has no synchronisation, and no shape in it depends on the tokens."""
     points = clustered(0, 2, 400, 64, 30).cuda()
     generator = torch.Generator("cuda").manual_seed(0)
     labels = random_kmeans(points[:, :380], 20, 3, generator)

@@ -162,7 +162,7 @@ def test_fitted_weights_are_the_best(seed: int) -> None:
 
 
 def test_of_a_single_key_all_weights_are_one() -> None:
-    """There is nothing that they could tell apart."""
+    """Weights of subspaces tell keys apart, and a single key has no other key."""
     given = layer_input(0, middle=1)
     tabled = tabled_layer(0, given=given)
     fitted = fit_weights(tabled.tables, normal(1, 2, 40, 16), given.keys, SCALE)

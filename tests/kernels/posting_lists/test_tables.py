@@ -140,7 +140,7 @@ def test_however_new_keys_come_the_lists_are_those_of_one_after_the_other(
     new=st.lists(few | st.sampled_from([torch.nan, torch.inf, -torch.inf]), max_size=12),
 )
 def test_scores_that_are_no_numbers_are_lower_than_all_others(old: list[float], new: list[float]) -> None:
-    """They can come from huge keys while a model decodes; lists must keep their length."""
+    """Scores that are nan can come from huge keys while a model decodes. Lists must keep their length."""
     tokens, scores = torch.arange(len(old), dtype=torch.int32)[None], torch.tensor([old]).half()
     numbers, tried = torch.arange(len(old), len(old) + len(new)), torch.tensor([new]).half()
     found, _ = insert(tokens, scores, numbers, tried)
