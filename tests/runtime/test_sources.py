@@ -44,7 +44,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenIndex]:
 
 
 def test_scores_are_those_of_the_models_own_attention(index: OpenIndex) -> None:
-    """Of all tokens up to a step's own, the answer's included, means over the steps."""
+    """A score counts all tokens up to a step's own, the answer's included, and is the mean over the steps."""
     answer = Session.open(index, DecodeConfig(Dense())).ask(QUESTION, ANSWER, sources=5)
     shares = retrieval_shares(index, QUESTION, answer)
     assert len(answer.sources) == 5

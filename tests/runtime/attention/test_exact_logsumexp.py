@@ -1,4 +1,4 @@
-"""What a selector is told of the rows that are always attended, by a step of one sequence."""
+"""Tests of the log-sum-exp of the rows that are always attended, as a step of one sequence gives it to a selector."""
 
 import pytest
 import torch

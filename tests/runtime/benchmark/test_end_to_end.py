@@ -98,7 +98,8 @@ def test_torchs_dense_attention_is_ours_for_the_first_token_but_for_its_own_row(
 
 @torch.no_grad()
 def test_queries_with_a_part_in_common() -> None:
-    """Of tokens that have none, in every layer: the share's square is the cosine of two of them."""
+    """Queries of unrelated tokens get a common part in every layer. The part's share, squared, is the cosine of two
+    queries."""
     model = FAMILIES["qwen3"]()
     assert make_queries_alike(model, 0.9)
     inputs = normal(0, 200, model.config.hidden_size)

@@ -76,7 +76,7 @@ def test_a_window_that_a_model_has_lost_is_refused(small: SmallIndices, tmp_path
 
 @torch.no_grad()
 def test_keys_that_other_weights_make_are_refused(small: SmallIndices, tmp_path: Path) -> None:
-    """They are those of one token among hundreds, whose logits hardly change."""
+    """The checked keys are of one token among hundreds. The changed weights hardly change its logits."""
     index = small.copy(tmp_path / "doc.skv")
     identity = identify(index.loaded)
     index.model.model.layers[2].self_attn.k_proj.weight.mul_(1.02)

@@ -146,7 +146,7 @@ def test_clusters_that_take_tokens_in_stand_for_them_wherever_rows_lie(on_gpu: O
 def test_centroids_stand_for_tokens_as_the_definition_says(
     on_gpu: OpenIndex, name: str, method: Method, clusters: str
 ) -> None:
-    """What has no clusters takes those of the index's method with the fewest."""
+    """A method without clusters takes the clusters of the index's method that has the fewest."""
     assert residual_source(on_gpu.artifact) == "codes"
     assert max(decoding_errors(on_gpu, name, method, clusters, Budget(0.05))) <= 1e-4
 

@@ -77,7 +77,8 @@ def _cache(index: OpenIndex, name: str, budget: Budget = EVERYTHING) -> IndexCac
 
 @pytest.fixture(scope="session")
 def plain(family_index: OpenIndex) -> Plain:
-    """What the plain model gives for all methods of a family; longer than its sliding layers' window."""
+    """The plain model's logits and answer, for all methods of a family. Tokens outlast the window of its sliding
+    layers."""
     tokens, question = random_ids(WINDOW + 20), question_ids(family_index, "What comes next?")
     prompt = torch.cat([family_index.input_ids, question])[None]
     logits = plain_logits_after(family_index, tokens)
@@ -140,7 +141,7 @@ def test_a_second_question_is_answered_as_by_a_fresh_cache(index: OpenIndex, nam
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_schedule_begins_anew_with_each_question(tabled: OpenIndex, residual: bool) -> None:
-    """Of the question before, no selection is used."""
+    """No selection of the question before is used."""
     first, second = (question_ids(tabled, text) for text in ("Tell me of assertions.", "And of atoms?"))
     used, fresh = (
         tabled.cache(sparse("csattention", CSAttention(step=8), Budget(0.1), residual=residual)) for _ in range(2)

@@ -1,4 +1,4 @@
-"""What is read early is what opening would read, and what cannot be read early is told by opening."""
+"""Tests of reading an index early: it reads the data that opening would read, and opening raises its errors."""
 
 import concurrent.futures.thread
 import shutil
@@ -121,7 +121,7 @@ def _wait_for_reading() -> None:
 
 
 def _early(stored: Stored) -> EarlyReading:
-    """What is read early of an index that squeezed will answer from, once all of it is read."""
+    """Return the early reading of an index that squeezed will answer from, once all of it is read."""
     artifact = stored.artifact
     files, form = files_read(artifact, MethodSpec("squeezed", "", Squeezed())), MethodSpec("squeezed", "", Squeezed())
     early = EarlyReading(artifact, "cpu", files, hold=True, form=form)
@@ -209,7 +209,7 @@ def _numbers(thing: object, depth: int = 2) -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def _logits(opened: OpenIndex, cache: IndexCache) -> torch.Tensor:
-    """Of a question's two tokens."""
+    """Return the logits of a question's two tokens."""
     with route_attention(opened.model, cache.attend):
         return opened.model(torch.tensor([[5, 7]]), past_key_values=cache, use_cache=True).logits
 

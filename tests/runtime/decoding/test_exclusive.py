@@ -45,7 +45,7 @@ WITHIN = r"asked a question, read a stream or opened an index in the middle of a
 
 
 class CallbackError(Exception):
-    """What a caller's own function raises."""
+    """The exception that a caller's own function raises."""
 
 
 def setting(name: str) -> DecodeConfig:
@@ -103,7 +103,8 @@ def breaks_off(after: int) -> Callable[[str], None]:
 
 
 class Deeds:
-    """What one thread may do with the askers that all of them share; each compares with the answer given alone."""
+    """Random actions of one thread on sessions that all threads share. Each compares its answer with the answer given
+    alone."""
 
     def __init__(self, alone: Alone, askers: dict[str, Session], batchers: dict[str, Session], draw: random.Random):
         self.alone, self.askers, self.batchers, self.draw = alone, askers, batchers, draw

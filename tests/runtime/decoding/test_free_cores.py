@@ -173,7 +173,7 @@ def test_the_kernels_counters_grow_with_what_this_process_does() -> None:
 
 
 def waiting(code: str, **environment: str) -> dict[str, str]:
-    """What GNU OpenMP tells of its settings as torch loads it, in a process that runs some code."""
+    """Return the settings that GNU OpenMP prints as torch loads it, in a process that runs `code`."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     shown = plain | environment | {"OMP_DISPLAY_ENV": "VERBOSE"}
     done = subprocess.run([sys.executable, "-c", code], env=shown, check=True, capture_output=True, text=True)

@@ -75,7 +75,8 @@ def test_sampling_that_makes_no_sense_is_refused_by_its_argument_or_its_option(
 def test_of_a_models_own_settings_its_special_tokens_alone_count(
     index: OpenIndex, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that ship with a model are for a plain prompt: here a batch would answer otherwise than one question."""
+    """The other settings of a model are for a plain prompt: with them, a batch would answer otherwise than one
+    question."""
     plain, theirs = _answer(index, Sampling(8)), GenerationConfig(eos_token_id=END, pad_token_id=0, **own)
     monkeypatch.setattr(index.model, "generation_config", theirs)
     assert _answer(index, Sampling(8)).ids == plain.ids

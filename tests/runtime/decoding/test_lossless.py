@@ -207,7 +207,8 @@ def test_a_draft_is_what_followed_the_newest_tokens_last() -> None:
 
 @pytest.mark.parametrize("number", REPEATED)
 def test_sorted_runs_find_the_last_occurrence(number: int) -> None:
-    """That with a token after it; texts are shorter than a run, too, and ids as large as those of any vocabulary."""
+    """The last occurrence that has a token after it counts. Some texts are shorter than a run, some ids as large as any
+    vocabulary's."""
     drawn = np.random.default_rng(number)
     for scale in (1, 1_999_999):
         for length in (*range(12), 300):

@@ -164,7 +164,7 @@ def test_an_index_moved_to_another_folder_opens(tmp_path: Path) -> None:
 
 
 def test_pages_of_the_keys_that_a_selector_reads_can_be_released(index: OpenIndex) -> None:
-    """They are pages of one mapping, however often a layer's rows are asked for."""
+    """The keys' pages belong to one mapping, however often a layer's rows are asked for."""
     rows = LayerRows(index.artifact, 1)
     prepared = prepare_layer(rows, MethodSpec("quest", "", Quest()))
     storages = {
@@ -198,7 +198,8 @@ def every_method(tmp_path_factory: pytest.TempPathFactory) -> tuple[BuildPlan, P
 def test_a_layer_without_centroids_is_refused(
     every_method: tuple[BuildPlan, Path], tmp_path: Path, name: str, method: Method, residual: bool, gone: str
 ) -> None:
-    """Of one level, or of all: kernels would take other rows in their place, or read where there are none."""
+    """One level's centroids are missing, or all. Kernels would take other rows in their place, or read out of
+    bounds."""
     plan, built = every_method
     shutil.copytree(built, tmp_path / "small.skv")
     source = "codes" if residual else name

@@ -10,7 +10,7 @@ from sparsekv.runtime.decoding.open import OpenIndex, plan_opening
 
 
 def test_rows_are_those_that_are_read(family_index: OpenIndex) -> None:
-    """Of a layer with a sliding window those that the next token can see, and itself."""
+    """A layer with a sliding window counts only the rows that the next token can see."""
     artifact, size = family_index.artifact, 0
     for layer, facts in enumerate(artifact.manifest.layers):
         window = facts.sliding_window

@@ -26,7 +26,7 @@ def test_one_question_a_context_gives_the_textbook_width() -> None:
 
 
 def test_two_stages_have_the_variance_that_they_should() -> None:
-    """Of a mean over C contexts drawn, and Q questions drawn in each: (between + mean within / Q) / C."""
+    """The mean over C drawn contexts with Q drawn questions each has the variance (between + mean within / Q) / C."""
     scores = _clustered(np.random.default_rng(1), 40, 5, between=1.0, within=2.0)
     variance = (scores.mean(1).var() + scores.var(1).mean() / 5) / 40
     found = interval(scores.tolist())

@@ -1,4 +1,4 @@
-"""What other processes answered is taken over once, and stays where it is until all of it was."""
+"""Tests of taking over the answers of other processes: each once, and their files stay until all are taken over."""
 
 from pathlib import Path
 

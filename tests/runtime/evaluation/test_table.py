@@ -66,7 +66,8 @@ def test_answers_with_the_text_of_dense_attentions_are_counted() -> None:
 
 
 def test_long_answers_are_compared_with_dense_attentions_up_to_the_first_difference() -> None:
-    """Of the longer answer's words. Dense attention's own answer is the measure, over any prefill."""
+    """The score is a share of the longer answer's words. Dense attention's own answer is the measure, over any
+    prefill."""
     one, two = (_context(name, 0.1, metric="same-start") for name in ("one", "two"))
     longer = replace(QUEST, prefill="quoka")
     texts = {DENSE: ("a b c d", ""), QUEST: ("a b x d", ""), longer: ("a b c d e f g h", "a")}

@@ -51,7 +51,7 @@ def test_clusters_are_chosen_by_the_definition(rope: RopeFacts, shared: bool, di
 @that_turn
 @pytest.mark.parametrize("lookup", ["flat", "hierarchical"])
 def test_the_choice_does_not_depend_on_where_the_query_stands(rope: RopeFacts, lookup: str) -> None:
-    """What multipole chooses does: its centroids keep the positions of their keys."""
+    """The choice of plain multipole does depend on it: its centroids keep the positions of their keys."""
     layer, query = _layer(rope), normal(7, 2, 3, 1, 16)
     chosen: dict[type[Multipole], list[list[list[list[int]]]]] = {Multipole: [], WindowedMultipole: []}
     for kind, found in chosen.items():

@@ -1,4 +1,4 @@
-"""What a report measures, against the definitions written out in float64, token by token."""
+"""Tests of a report's measures, against the definitions written out in float64, token by token."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -238,7 +238,7 @@ def test_the_window_recalls_nothing_and_reads_nothing(artifact: Artifact) -> Non
 
 
 def test_tokens_without_any_probability_count_alike(artifact: Artifact) -> None:
-    """Of a query whose exact rows have all attention in float32, the attention mass is the share of chosen tokens."""
+    """A query's exact rows may have all attention in float32. Its attention mass is then the share of chosen tokens."""
     layer = artifact.manifest.indexed_layers[0]
     (truth,) = truths(LayerRows(artifact, layer), [tail_block(artifact, layer)], CPU)
     faint = replace(truth, probability=torch.zeros_like(truth.probability))

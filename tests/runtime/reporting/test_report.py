@@ -79,7 +79,7 @@ def test_a_question_of_one_token_selects_for_itself(tmp_path: Path) -> None:
 def test_no_batch_divides_queries_that_share_a_selection(
     full_index: OpenIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a document so long that few queries are measured at once."""
+    """The limit on logits is that of a document so long that few queries are measured at once."""
     artifact = full_index.artifact
     layer = artifact.manifest.indexed_layers[0]
     rows, block, oracle = LayerRows(artifact, layer), tail_block(artifact, layer), MethodSpec("oracle", "", Oracle())

@@ -1,4 +1,4 @@
-"""What a report says of an index that learned from queries: recall on those, and what its lists name at all."""
+"""Tests of a report on an index that learned from queries: recall on those queries, and the coverage of its lists."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_recall_is_higher_on_queries_that_were_seen(tmp_path: Path) -> None:
 
 
 def test_fewer_queries_that_were_seen_do_not_stand_for_more_together(index: OpenIndex) -> None:
-    """Of more queries together, the union is larger, and so is recall."""
+    """More queries together have a larger union of selections, and so a higher recall."""
     twice = {}
     for layer in index.artifact.manifest.indexed_layers:
         block = tail_block(index.artifact, layer)

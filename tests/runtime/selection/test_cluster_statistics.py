@@ -1,4 +1,4 @@
-"""What is told about an index's clusters, against counting them one by one and distances in float64."""
+"""Tests of the statistics of an index's clusters, against counts one by one and distances in float64."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -51,8 +51,8 @@ def one_step(layer: SmallLayer, dtype: torch.dtype = torch.float32) -> tuple[Que
 
 
 def estimates(context: MiddleContext, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of queries [Hk, G, T, D] the logits [Hk, G, T, M] that codes stand for, and the log-sum-exps [Hk, G, T] that
-    probabilities are relative to, by definition in float64."""
+    """Return the logits [Hk, G, T, M] that codes stand for, of queries [Hk, G, T, D], and the log-sum-exps [Hk, G, T]
+    that probabilities are relative to. Both follow the definition in float64."""
     tensors, facts = context.tensors, context.facts
     query, clusters = queries.query.double(), residual_clusters(tensors)
     heads, parts = torch.arange(len(query))[:, None, None], torch.arange(tensors["codes"].shape[2])

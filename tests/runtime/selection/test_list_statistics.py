@@ -1,4 +1,4 @@
-"""What is told about query-centric lists, against their definition: loops over queries, keys and lists in float64."""
+"""Tests of the statistics of query-centric lists, against loops over queries, keys and lists in float64."""
 
 import statistics
 from dataclasses import replace
@@ -38,7 +38,7 @@ def _shares_by_definition(queries: torch.Tensor, keys: torch.Tensor, channels: t
 @properties
 @given(seed=seeds, far=st.sampled_from([0.0, 30.0]), subspaces=st.sampled_from(["contiguous", "rope-pairs"]))
 def test_shares_are_those_of_the_logits_deviations(seed: int, far: float, subspaces: str) -> None:
-    """What all keys have in common ranks none of them."""
+    """An offset that all keys have in common ranks no key."""
     small = tabled_layer(seed, replace(SMALL, subspaces=subspaces), queries=3)
     context, queries = small.layer.context, small.layer.queries
     far_keys = context.keys + far

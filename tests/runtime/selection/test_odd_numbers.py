@@ -89,7 +89,8 @@ STEPS: dict[str, tuple[Method, dict[str, Any]]] = {
 @pytest.mark.parametrize("step", STEPS)
 @torch.inference_mode()
 def test_a_question_and_steps_of_odd_queries_and_keys(everything: OpenIndex, step: str, kind: str) -> None:
-    """What a layer makes of its neighbour's infinities; new tokens with such keys are attended and taken in."""
+    """Infinite and other odd queries and keys come from the layer before. New tokens with such keys are attended and
+    taken in."""
     method, how = STEPS[step]
     name = next(name for name, known in methods().items() if type(method) is known)
     cache = everything.cache(sparse(name, method, Budget(0.1), **how))

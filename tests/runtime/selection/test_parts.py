@@ -46,7 +46,7 @@ def full_index(tmp_path_factory: pytest.TempPathFactory) -> OpenIndex:
 
 
 def _selectors(index: OpenIndex) -> dict[str, Selector]:
-    """Of every method in every variant, and of those that keep a state."""
+    """Return the selectors of every method in every variant, and of the methods that keep a state."""
     found = {form.title: form for form in every_form(index).values() if not form.residual}
     found |= {name: MethodSpec(name.split()[0], "", method) for name, method in STATEFUL.items()}
     return {title: prepare_layer(LayerRows(index.artifact, 0), form).selector for title, form in found.items()}

@@ -1,4 +1,4 @@
-"""What is recorded of a step is what it attended to, by every method, and adds up."""
+"""Tests of a step's record: it holds the tokens that the step attended to, for every method, and adds up."""
 
 from collections.abc import Callable
 from itertools import pairwise

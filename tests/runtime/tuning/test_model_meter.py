@@ -27,14 +27,15 @@ def _plain(name: str) -> MethodSpec:
 
 
 def _dense_losses(index: OpenIndex) -> torch.Tensor:
-    """Of the tail's tokens, by a plain forward pass over the whole prompt."""
+    """Return the losses of the tail's tokens, by a plain forward pass over the whole prompt."""
     tail = index.split.tail
     logits = plain_logits(index.model, index.input_ids)[-tail - 1 : -1]
     return cross_entropy(logits.double(), index.input_ids[-tail:], reduction="none")
 
 
 def _windowed_losses(index: OpenIndex) -> torch.Tensor:
-    """Of the tail's tokens, by a forward pass over sinks and tail, each at its place; the first by what dense has."""
+    """Return the losses of the tail's tokens, by a pass over sinks and tail at their positions. The first loss is
+    dense's."""
     split, positions = index.split, torch.arange(index.split.tokens)
     kept = torch.cat([positions[: split.sinks], positions[-split.tail :]])
     index.model.set_attn_implementation("eager")

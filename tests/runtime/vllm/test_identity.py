@@ -59,7 +59,7 @@ def test_other_weights_are_refused(manifest: Manifest, model: Path, tmp_path: Pa
 
 
 def test_another_rope_of_the_engine_is_refused(manifest: Manifest, model: Path) -> None:
-    """Of `--hf-overrides`: the model's folder is that of the build."""
+    """The engine has another rope by `--hf-overrides`; the model's folder is that of the build."""
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     assert refused(manifest, served(model, rope_parameters=rope)) == "model config rope_parameters"
 

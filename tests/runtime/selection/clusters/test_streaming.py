@@ -44,7 +44,7 @@ class Decoding:
 
     @property
     def found(self) -> dict[str, torch.Tensor]:
-        """What the selector looks up."""
+        """Return the tensors that the selector looks up."""
         assert isinstance(self.selector, ClusterSelector)
         assert self.selector.stream is not None
         return self.selector.stream.found()
@@ -71,7 +71,7 @@ class Decoding:
         return self.sparse.attend(AttentionCall(0, query, keys, values, 0.2, None, None, None))
 
     def select(self, budget: Budget) -> Selection:
-        """What is chosen for a random query."""
+        """Return the selection for a random query."""
         query = normal(self.new, HEADS, GROUP, 1, SIZE)
         return self.selector.select(as_queries(query), budget)
 
