@@ -153,7 +153,9 @@ def by_codes(selector: Selector, layer: Layer) -> Ways:
         return
     spans = books.double().amax(2) - books.double().amin(2)
     steps = (turned.abs() * spans[:, None, None]).sum(-1).amax(-1) * layer.facts.softmax_scale / LEVELS
-    unclear = (BY_FEW_RANKS + 3 * steps * math.sqrt(books.shape[1] / 12)).amax(1)
+    # Rounding a part's product to a step moves a key by sqrt(1 / 12) steps. Among the keys of thousands of cases, some
+    # are moved by more than three standard deviations of the sum.
+    unclear = (BY_FEW_RANKS + 5 * steps * math.sqrt(books.shape[1] / 12)).amax(1)
     scan, unweighed = selector.gpu_scan, CodeScan(tensors, selector.clusters, layer.facts)
     unweighed.clusters = replace(scan.clusters, bias=torch.full_like(scan.clusters.bias, -torch.inf))
     by_clusters, rightly = in_ranks(averaged(logits, totals), tokens >> HEADROOM), averaged(logits, right)
