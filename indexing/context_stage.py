@@ -22,6 +22,7 @@ from sparsekv.indexing.capture.canary import (
     canary_positions,
     canary_runs,
     check_distances,
+    check_int8_state,
     compare_canary,
     compare_state,
     judge_canary,
@@ -356,7 +357,8 @@ class ContextStage:
             if build.earlier is not None and reuse.prefix_tokens:
                 prefix_state = build.earlier.state(reuse.prefix_tokens)
             before = (first for first, _ in canary_runs(self.model, len(self.input_ids), reuse.prefix_tokens))
-            options["marks"] = {*before}
+            end = set() if build.plan.config.kv_dtype is None else {len(self.input_ids)}  # for `check_int8_state`
+            options["marks"] = {*before, *end}
             options["stored"] = {tokens for tokens in build.marks if state_file(tokens) in reuse.missing}
         build.team.begin(RunPrompt(self.input_ids, options))
         own = capture(
@@ -402,13 +404,17 @@ class ContextStage:
         """Compute the canary and the probe by the model's own attention over the rows as the index stores them.
 
         Raises:
-            SparsekvError: sparsekv's attention over these rows gives other logits, or logits are not finite.
+            SparsekvError: sparsekv's attention over these rows gives other logits, logits are not finite, or int8 rows
+            change the state at the prompt's end too much.
         """
         kv_dtype = self.plan.config.kv_dtype
         self.build.team.begin(RunCanary(self.input_ids, kv_dtype))
         rows = partial(rows_as_stored, captured.rows, kv_dtype=kv_dtype, taken=taken)
         runs = run_canary(self.model, self.input_ids, rows, captured.states, self.reuse.prefix_tokens)
-        return judge_canary(runs, rounding_dtype(self.model), self.plan.loaded.name)
+        judged = judge_canary(runs, rounding_dtype(self.model), self.plan.loaded.name)
+        if kv_dtype is not None and (state := captured.states.get(len(self.input_ids))):
+            check_int8_state(runs[-1], state, self.model, self.plan.loaded.name)
+        return judged
 
     def _remedy(self) -> str:
         earlier, prefix, dtype = self.build.earlier, self.reuse.prefix_tokens, self.plan.dtype

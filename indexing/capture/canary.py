@@ -6,7 +6,7 @@ The model's top logits at a few tokens are stored as the canary, and those at th
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -34,6 +34,7 @@ from sparsekv.kernels.common.given_rows import (
     RowPair,
     Rows,
     logits_over_rows,
+    pass_over_rows,
     routed_logits_over_rows,
     soft_caps,
     tokens_at,
@@ -41,7 +42,7 @@ from sparsekv.kernels.common.given_rows import (
 )
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
-from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds
+from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds, state_distance
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
 """Tokens of the trial in `preflight`, captured tokens among them, tokens per chunk, and last tokens that are fed one by
@@ -197,11 +198,15 @@ QUARTERS = (1, 2, 3, 4)
 
 @dataclass(frozen=True)
 class CanaryRun:
-    """Logits [Q, vocabulary] of the Q tokens up to `position`, by the model's own attention and by sparsekv's."""
+    """Logits [Q, vocabulary] of the Q tokens up to `position`, by the model's own attention and by sparsekv's.
+
+    `state` is the model's recurrent state after these tokens, by its own attention; empty without one.
+    """
 
     position: int
     own: torch.Tensor
     ours: torch.Tensor
+    state: State = field(default_factory=dict)
 
     @property
     def difference(self) -> float:
@@ -268,7 +273,7 @@ def _run(
 ) -> CanaryRun:
     end, up_to_last = last + 1, _up_to(last, rows)
     try:
-        own = logits_over_rows(model, input_ids[first:end], first, up_to_last, state)
+        own, after = pass_over_rows(model, input_ids[first:end], first, up_to_last, state)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -280,7 +285,7 @@ def _run(
     ours = routed_logits_over_rows(
         model, input_ids[first:end], first, up_to_last, state, lambda call: DensePrefill().attend(call, 0)
     )
-    return CanaryRun(last, own, ours)
+    return CanaryRun(last, own, ours, after)
 
 
 def _up_to(last: int, rows: Callable[[int], RowPair]) -> Rows:
@@ -291,6 +296,23 @@ def _up_to(last: int, rows: Callable[[int], RowPair]) -> Rows:
         return keys[:, : last + 1], values[:, : last + 1]
 
     return given
+
+
+def check_int8_state(run: CanaryRun, stored: State, model: PreTrainedModel, name: str) -> None:
+    """Raise SparsekvError if int8 rows change the state after the document so much that no opening would accept it.
+
+    Opening an index compares the stored state with the state that the last token leads to over the stored rows.
+
+    Args:
+        run: the canary run of the last token alone, over int8 rows.
+        stored: the state after the last token, from the prefill over exact rows.
+    """
+    off = state_distance(run.state, stored, exact=False)
+    if not off <= ROW_TOLERANCE * logit_tolerance(model, "int8"):
+        raise SparsekvError(
+            f"int8 storage changes the states of {name}'s layers too much: after the document's last token they are "
+            f"{off:.1%} from those over exact keys and values; leave --kv-dtype int8 out"
+        )
 
 
 def compare_canary(

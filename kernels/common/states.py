@@ -131,3 +131,20 @@ def hold_state(layers: Sequence[object], state: Mapping[str, torch.Tensor]) -> N
             layer.conv_kernel_size[place] = tensor.shape[-1]
         else:
             layer.recurrent_states[place], layer.is_recurrent_states_initialized[place] = tensor, True
+
+
+def relative_distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the difference of two tensors, divided by the norm of the stored tensor."""
+    expected = stored.float()
+    apart: torch.Tensor = (own.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return apart
+
+
+def state_distance(own: State, stored: State, *, exact: bool) -> float:
+    """Return the largest relative distance of a layer's tensor in two states of the same shapes.
+
+    Unless the keys and values before the states are `exact`, return the median: int8 rounding may route a token to
+    another expert, which changes the states of some layers.
+    """
+    distances = torch.stack([relative_distance(own[name], stored[name]) for name in stored])
+    return float(distances.amax() if exact else distances.median())

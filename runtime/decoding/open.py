@@ -26,7 +26,7 @@ from sparsekv.formats.index.reader import CPU, Artifact
 from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, TokenizerIdentity, state_file
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.kernels.common.given_rows import RowPair, Rows, pass_over_rows
-from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds
+from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds, relative_distance, state_distance
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.cache.index_cache import BuiltLayers, IndexCache
@@ -125,22 +125,22 @@ def _check_probe_logits(manifest: Manifest, model: PreTrainedModel, logits: torc
 
 
 def _check_state(artifact: Artifact, model: PreTrainedModel, own: State, stored: State) -> None:
-    """Raise ArtifactError if the stored state after the last token differs from the model's state beyond rounding.
-
-    With int8 keys and values the median distance of the layers counts, because rounding may route the token to another
-    expert, which changes the states of some layers.
-    """
+    """Raise ArtifactError if the stored state after the last token differs from the model's state beyond rounding."""
     if not stored:
         return
     if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in stored.items()}:
         raise ArtifactError(f"the states stored in {artifact.folder} have other sizes than the model's; {REBUILD}")
     manifest = artifact.manifest
-    distances = torch.stack([_distance(own[name], stored[name]) for name in stored])
-    off = float(distances.amax() if manifest.kv_storage is None else distances.median())
+    off = state_distance(own, stored, exact=manifest.kv_storage is None)
     if not off <= ROW_TOLERANCE * probe_tolerance(manifest, model.dtype, over_exact=manifest.kv_storage is not None):
+        remedy = REBUILD
+        if is_over_exact(manifest):
+            remedy = (
+                f"int8 storage changes it too much, or it is damaged; use the index that was converted, or {REBUILD}"
+            )
         raise ArtifactError(
             f"the state that {artifact.folder} stores for the end of the document differs by {off:.1%} from "
-            f"the model's; {REBUILD}"
+            f"the model's; {remedy}"
         )
 
 
@@ -163,14 +163,7 @@ def _other(manifest: Manifest, part: str, stored: str, found: str) -> IdentityEr
 
 def _apart(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """Return the relative distance of a token's rows [Hk, 1, D] from the last of the stored rows [Hk, T, D]."""
-    return _distance(own, stored[:, -1:])
-
-
-def _distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the difference of two tensors, divided by the norm of the stored tensor."""
-    expected = stored.float()
-    apart: torch.Tensor = (own.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)
-    return apart
+    return relative_distance(own, stored[:, -1:])
 
 
 def _check_layers(artifact: Artifact, kinds: LayerKinds) -> None:

@@ -14,12 +14,13 @@ from support.engines import answered, count_rows_on_the_device, packed
 from support.interrupted import interrupted_builds
 from support.plain_talk import QUESTIONS, SAMPLING, plain_answer, plain_talk
 from support.reference import assert_close
+from support.sealing import change_tensors
 from support.small_index import INDEXERS, TEXT, reopen, small_plan, with_changes
 from support.tiny_models import tiny_tokenizer
 
 from sparsekv.formats.distributed.group import shares_of
 from sparsekv.formats.documents.prompt import encode_prompt
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import ArtifactError, UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Manifest, state_file
 from sparsekv.formats.models.load import LoadedModel
@@ -306,6 +307,16 @@ def test_a_build_again_over_int8_rows_has_the_probe_of_its_own_states(tmp_path: 
     build_index(plan, tmp_path / "a.skv")
     build_index(with_changes(plan, sinks=5), tmp_path / "a.skv")
     reopen(plan, tmp_path / "a.skv")
+
+
+def test_a_wrong_state_of_a_converted_index_is_told(tmp_path: Path) -> None:
+    plan = _plan("falcon_h1")
+    manifest = build_index(plan, tmp_path / "exact.skv")
+    convert_index(Artifact(tmp_path / "exact.skv"), "int8", tmp_path / "b.skv", torch.device("cpu"), lambda *_: None)
+    last = state_file(manifest.split.tokens)
+    change_tensors(tmp_path / "b.skv", last, lambda tensors: {name: 2 * one for name, one in tensors.items()})
+    with pytest.raises(ArtifactError, match=r"differs by .*; int8 storage changes it too much, or it is damaged; "):
+        reopen(plan, tmp_path / "b.skv")
 
 
 def test_an_exact_build_takes_no_state_that_followed_rows_in_int8(tmp_path: Path) -> None:

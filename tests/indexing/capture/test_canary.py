@@ -16,7 +16,7 @@ from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.manifest import PROBE_TOLERANCE, STORING_TOLERANCE, difference, read_manifest
 from sparsekv.formats.index.schema import MANIFEST, KVDtype
 from sparsekv.indexing.build import build_index
-from sparsekv.indexing.capture.canary import CanaryRun, canary_positions, judge_canary
+from sparsekv.indexing.capture.canary import CanaryRun, canary_positions, check_int8_state, judge_canary
 
 RENAMED = "tiny-llama"
 
@@ -112,3 +112,16 @@ def test_logits_that_are_not_finite_are_refused() -> None:
     own[0, 3] = torch.nan
     with pytest.raises(SparsekvError, match="not finite"):
         judge_canary([CanaryRun(1, own, own)], torch.float32, RENAMED)
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.3])
+def test_a_build_in_int8_whose_state_no_opening_would_accept_is_refused(factor: float) -> None:
+    """A real model's states are far from the limit: 20% of the median layer's state."""
+    model = small_plan().loaded.model
+    stored = {f"{layer}": torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(layer)) for layer in range(3)}
+    run = CanaryRun(99, torch.zeros(1, 9), torch.zeros(1, 9), {name: factor * one for name, one in stored.items()})
+    if factor < 1.2:
+        check_int8_state(run, stored, model, RENAMED)
+        return
+    with pytest.raises(SparsekvError, match=r"int8 storage changes the states .* 30\.0% .*; leave --kv-dtype int8 out"):
+        check_int8_state(run, stored, model, RENAMED)
