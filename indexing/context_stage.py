@@ -70,7 +70,7 @@ def early_rows(build: Build, missing: AbstractSet[str]) -> tuple[RowsDone, Share
 
 
 def _begun(build: Build, shared: SharedRows, names: list[str]) -> bool:
-    """Create files that all processes of the team open; return whether all could open them, else remove the files."""
+    """Create files that all processes of the team open. Return whether all could; if not, the files are removed."""
     files = {name: build.writer.share_rows(name, build.context_recipe) for name in names}
     begun = shared.share(build.writer.folder, files)
     if not begun:

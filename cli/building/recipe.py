@@ -195,8 +195,8 @@ def _place(name: str) -> str:
 def _check_holds_several(output: Path | None, extensions: Collection[str]) -> None:
     """Raise UsageError if `output` cannot contain several indices.
 
-    It cannot if it is a file or an index, or if its name ends in .skv. If it does not exist, its name must also not
-    have one of the documents' `extensions` or the extension of another kind of text.
+    It cannot if it is a file or an index, or if its name ends in .skv. Nor can it if it does not exist and its name
+    ends like a document's (`extensions`) or another text's: then a file was meant.
     """
     if output is None or (output.is_dir() and output.suffix != ENDING and not os.path.exists(output / MANIFEST)):
         return

@@ -124,9 +124,10 @@ def _fewest(lesser: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> lis
 
 
 def _without(table: Table, headers: Sequence[str], *, folded: bool) -> Table:
-    """Return a table without some of its columns, in which no cell of the other columns is cut.
+    """Return a table without the columns `headers`; no cell of the other columns is cut.
 
-    `folded`: break the headers of columns that do not wrap into lines no wider than their widest cell or word.
+    With `folded`, the header of a column whose cells do not wrap is broken into lines. A line is at most as wide as the
+    column's widest cell, or as the longest word of the header.
     """
     slim = Table(
         title=table.title,

@@ -66,8 +66,9 @@ def chosen_methods(names: list[str]) -> dict[str, type[Method]]:
 
 
 def asking_method(name: str) -> dict[str, type[Method]]:
-    """Return the method of `--question-prefill` by its name; an empty dict for `dense` and `own`. Raises UsageError for
-    `all`, and for a method that does not exist or whose index cannot be built."""
+    """Return the method that `--question-prefill` names, as the only entry of a dict; no entry for `dense` and `own`.
+
+    Raises UsageError for `all`, and for a method that does not exist or whose index cannot be built."""
     if name == "all":
         raise UsageError(
             f"{QUESTION_OPTIONS[0]} all: questions are prefilled with one method; name it, or give dense or own"

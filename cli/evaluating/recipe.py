@@ -94,7 +94,7 @@ class EvalRecipe:
         return [replace(row, variant=self._label(row.method, row.variant)) for row in rows]
 
     def answer_record(self, result: Result, about: dict[str, Any]) -> dict[str, Any]:
-        """Return a result with model and settings as a JSON object. `about` has the fields of `--json` without rows."""
+        """Return a result with model and settings as a JSON object; `about` is the output of `--json` without rows."""
         question, options = self.question, self.options
         return {
             **result.record(),

@@ -191,7 +191,8 @@ def _built_by(artifact: Artifact, names: Sequence[str]) -> list[str]:
 def best_line(report: RecallReport, within: float) -> str:
     """Return a sentence about the row of least error at a kv fraction up to `within`.
 
-    Without such a row, the sentence says that no row reads so little, or that no query was measured alone.
+    Without such a row, the sentence gives the reason: every row reads more, or all were measured for several queries
+    together (`--together` without 1).
     """
     best, numbers = report.best_within(within), {row.together for row in report.rows}
     if 1 not in numbers:

@@ -250,7 +250,10 @@ def _partial_sums(peaks, totals, head, sums, g, G: tl.constexpr, SUMS: tl.conste
 
 @triton.jit
 def _logsumexps(part_peaks, part_totals, g, G: tl.constexpr):
-    """Compute each query head's log-sum-exp [FEW], in units of log 2, from the parts' peaks and totals [FEW, SUMS]."""
+    """Combine SUMS partial sums into each query head's log-sum-exp [FEW], to base 2; FEW is G, padded.
+
+    A partial sum has a peak and a total of exponentials beside it [FEW, SUMS].
+    """
     peak = tl.where(g < G, tl.max(part_peaks, 1), 0.0)
     total = tl.where(g < G, tl.sum(common.product(part_totals, tl.exp2(part_peaks - peak[:, None])), 1), 1.0)
     return peak + common.log2_of_normal(total)

@@ -233,9 +233,9 @@ def rank_rows(
         keys: [H, M, D], contiguous within a head.
         rows: [H, S] int32, indices of the keys to rank.
         logsumexp: [H, G] float32, an estimate over all keys, which normalises the probabilities. An estimate below the
-            log-sum-exp of the rows' logits is raised to that value. If all G estimates of a head are larger, the ranks
-            use estimates lowered by the smallest excess: the order of the rows is the same, and ranks distinguish rows
-            of any probability.
+            log-sum-exp of the rows' logits is raised to that value. If all G estimates of a head are then above that
+            value, all are lowered by the smallest of the G differences. The order of the rows stays the same, and rows
+            of small probability have different ranks.
         wanted: number of rows that will be chosen.
 
     Returns:

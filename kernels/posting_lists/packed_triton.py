@@ -15,7 +15,7 @@ DOWN = tl.constexpr(0x0F860F86)
 
 @triton.jit
 def two_numbers(word):
-    """Convert the two 16-bit integers in each word to float32 plus 2 ** 23.
+    """Return the two 16-bit integers of each word as float32 values, with 2 ** 23 added to each.
 
     The integers become the fraction bits of the result, because conversion instructions are slow.
     """

@@ -420,7 +420,7 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
-    """Return the first bit of a code in its word, by j1, j0 and h (see `ListCodes`): [2, 2, 1, 2] int32."""
+    """Return the position of each code's lowest bit in its word: [2, 2, 1, 2] int32, by j1, j0 and h (`ListCodes`)."""
     j1, j0, h = torch.arange(2, dtype=torch.int32, device=device).expand(3, 2)
     shifts: torch.Tensor = 16 * j1[:, None, None, None] + 4 * j0[:, None, None] + 8 * h
     return shifts

@@ -88,7 +88,8 @@ Run = Callable[[], torch.Tensor]
 def waits(run: Run, device: torch.device) -> bool:
     """Run a step once, and return whether the step makes the host wait for the GPU.
 
-    Any other RuntimeError in the step counts as waiting, too, except torch.OutOfMemoryError, which is raised.
+    A step that waits raises a RuntimeError here. Every RuntimeError counts as waiting, except torch.OutOfMemoryError,
+    which is raised.
     """
     torch.cuda.synchronize(device)
     try:

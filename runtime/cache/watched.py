@@ -47,7 +47,10 @@ class WatchedQueries:
         self._newest[: len(found), self._columns[call.layer]] = found
 
     def of(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Return a copy [C] of each sequence's queries; `places` are the sequences' row indices in the last pass."""
+        """Return a copy of each sequence's queries: C numbers, the queries of all watched heads one after another.
+
+        `places` are the sequences' row indices in the last pass.
+        """
         return self._newest[torch.tensor(places, device=self._newest.device)].unbind()
 
     def of_layer(self, layer: int, steps: torch.Tensor) -> torch.Tensor:

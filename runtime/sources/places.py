@@ -170,7 +170,7 @@ class TokenDecoder:
         return texts
 
     def _character(self, ids: list[int], start: int) -> list[str]:
-        """Return the texts of the fewest tokens from `start` on that decode to whole characters."""
+        """Return a text for each of the fewest tokens from `start` on that together decode to whole characters."""
         before = len(self._text(self._lead))
         for stop in range(start + 1, start + LONGEST_CHARACTER + 1):
             text = self._text([*self._lead, *ids[start:stop]])[before:]

@@ -38,7 +38,9 @@ class Trial:
 
 
 class PrefixTable:
-    """The prompts of all indices, the set of trusted indices, and the running trial, if there is one.
+    """The prompts of all indices, and which of them vLLM may load.
+
+    An index is trusted after its first load, the trial, has shown no error. One trial runs at a time.
 
     Args:
         prompts: token ids of each index's prompt, by the index's name.
@@ -98,7 +100,7 @@ class PrefixTable:
         return len(self._prompts[index])
 
     def refuse(self, index: str) -> bool:
-        """Never load an index again, and end its trial. Returns False if the index was refused before."""
+        """Exclude an index from later loads, and end its trial (first load). Returns False if it was excluded before."""
         self.end_trial(index)
         return self._prompts.pop(index, None) is not None
 
