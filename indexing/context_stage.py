@@ -208,10 +208,11 @@ class ContextStage:
         compare_state(earlier.manifest, tokens, self.model, ids, rows, state)
 
     def _check_last_rows(self, begun: BegunPrefill | None) -> None:
-        """Check that the model has computed the last of the rows that this build continues.
+        """Check, by computing them again, that the last of the rows that this build continues are the model's own.
 
-        All canary tokens of the earlier index may be after the reused rows, and an interrupted build has no canary. If
-        layers keep a state, `_compare` has made the check. Raises ArtifactError if the rows differ beyond rounding.
+        The canary does not always show this: all its tokens may be after the reused rows, and an interrupted build has
+        none. If layers keep a state, `_compare` has made the check. Raises ArtifactError if the rows differ beyond
+        rounding.
         """
         tokens, model = self._first(begun), self.model
         if not tokens or self.plan.kinds.keeping:

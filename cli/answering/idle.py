@@ -22,7 +22,7 @@ def note_idle_method(ctx: Any, config: DecodeConfig, *, quiet: bool) -> None:
     """Print a note about each option of the method that the user typed and that has no effect.
 
     These are --residual with a method that represents unselected tokens itself, and a budget with a method that ignores
-    it. With --lossless on a CPU they are all options of the method, because no method drafts tokens there.
+    it. With --lossless, a method only drafts tokens. On a CPU it drafts none, so no option of it has an effect.
     """
     attention = config.attention
     if config.lossless and choose_device(ctx.params["device"]).type == "cpu":

@@ -422,8 +422,8 @@ def first_axis(folder: str, tensor: str) -> str | None:
 def _known_shapes(name: str, tensors: dict[str, TensorRecord], *, in_8_bits: bool) -> dict[str, Shape]:
     """Return the shapes that tensors of a method's file must have.
 
-    If the file has scales of int8 centroids, it must have all tensors of int8 centroids. A file without value centroids
-    needs only the tensors of key centroids.
+    If the file has scales of int8 centroids, it must have all tensors of int8 centroids: those of keys and, if there
+    are value centroids, those of values. `in_8_bits` is whether the index stores keys and values in int8.
 
     Raises:
         ValueError: the file has int8 centroids, but the index stores no keys and values in int8.

@@ -35,7 +35,7 @@ class H2OIndexer(Indexer):
     def build_layer(self, layer: LayerInput) -> Tensors:
         """Build scores [Hk, M] float32: attention summed over the sampled queries and averaged over the query heads.
 
-        Allocates 64 MB of logits at a time, a few times over.
+        Works on parts of the queries, with a few arrays of 64 MB at a time.
         """
         assert layer.queries is not None
         assert layer.positions is not None

@@ -66,7 +66,7 @@ class ProductCodes(ABC):
 
 @dataclass(frozen=True)
 class KeyCodes(ProductCodes):
-    """Product codes whose `words` are in the order of the keys; `words` may have any strides."""
+    """Product codes whose `words`, four codes each, are in the order of the keys; `words` may have any strides."""
 
     def in_order(self) -> torch.Tensor:
         return self.words
@@ -191,11 +191,11 @@ def join_chosen(chosen: torch.Tensor, capacity: int, groups: KeyGroups) -> Joine
     """Compute the union of the keys that B queries of each head chose, and count the keys of the union by group.
 
     The counts are added to `groups.taken`; the shape of `groups.labels` gives the number of keys. On a GPU there are
-    three kernels, no synchronisation, and the same result in every run. Allocates one byte per key, and the rows.
+    three kernels, no synchronisation, and the same result in every run. Allocates one byte per key, and the result.
 
     Args:
         chosen: [H, B, K] int32 key indices, with duplicates allowed.
-        capacity: number of row slots of a head, at least the number of keys in the union.
+        capacity: length of a head's list of key indices in the result, at least the number of keys in the union.
     """
     H, keys = groups.labels.shape
     flags = torch.zeros(H, keys, dtype=torch.int32, device=chosen.device).scatter_(1, chosen.flatten(1).long(), 1)

@@ -428,9 +428,9 @@ class LayerParts:
         search_device: the selector's device.
         mapped: views of the index's files that the selector reads. The pages of the views are released after each
             search.
-        question: selects for a question's tokens, if the config has a separate method for questions.
-        gather_maker: makes the executor of all steps, which gathers rows. None: executors that attend without a copy
-            are used where possible.
+        question: the selector for a question's tokens, if the config has a separate method for questions.
+        gather_maker: makes an executor that copies selected rows together; every step then uses it. None: executors
+            that read the rows in place are used where possible.
     """
 
     number: int

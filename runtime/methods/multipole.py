@@ -9,8 +9,8 @@ of one softmax. In a hierarchy, the centroid of a coarse cluster that is not ope
 cluster. In an opened cluster, the children represent the tokens. RetroInfer (arXiv 2505.02922) also estimates attention
 from centroids.
 
-By default, queries attend to all new tokens exactly. With `stream`, the oldest new tokens are moved to the last block
-of clusters from time to time (section 3.3).
+By default, queries attend to all new tokens exactly. With `stream`, the oldest new tokens join the clusters of the
+document's last tokens from time to time (section 3.3).
 
 With windowed RoPE (section 3.1, after A2ATS, arXiv 2502.12665) keys are clustered with RoPE undone. The clusters are
 scored by a query that is rotated to one fixed distance. Attention itself uses the true RoPE, for selected tokens and

@@ -332,7 +332,7 @@ class WorkerSide:
         self._verdicts = Verdicts({}, {})
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
-        """Find the attention layers of vLLM's caches, and open the indices with this worker's heads.
+        """Find the attention layers of vLLM's caches, and open the indices, reading only this worker's heads.
 
         Raises the errors of `_paged` and `_prepare`.
         """

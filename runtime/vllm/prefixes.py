@@ -100,7 +100,7 @@ class PrefixTable:
         return len(self._prompts[index])
 
     def refuse(self, index: str) -> bool:
-        """Exclude an index from later loads, and end its trial (first load). Returns False if it was excluded before."""
+        """Exclude an index from later loads, and end its trial, if any. Returns False if it was excluded before."""
         self.end_trial(index)
         return self._prompts.pop(index, None) is not None
 
