@@ -157,7 +157,7 @@ class DeviceReader:
 
         Args:
             like: tensors of the names, shapes and dtypes to read, such as views of the mapped file.
-            skipped: bytes to skip at the start of a tensor in the file, by name; 0 for names that it lacks.
+            skipped: bytes to skip at the start of a tensor in the file, by name; a name without an entry has 0.
 
         Raises:
             OSError: the file ends early or cannot be read.

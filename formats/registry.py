@@ -33,7 +33,7 @@ def told_of(kind: type) -> Iterator[None]:
     """Within the context, convert errors to a SparsekvError that names `kind`, a class of another package.
 
     A SparsekvError is raised unchanged, and so is every error if `kind` is a class of this package. SystemExit is
-    converted, too. KeyboardInterrupt is not, because it cannot be told from Ctrl-C.
+    converted, too. KeyboardInterrupt is not, because it cannot be distinguished from Ctrl-C.
     """
     try:
         yield

@@ -292,7 +292,7 @@ class _Numbers:
         return formatted(counts.numbers.get(level, there.start), "decimal" if levels[of].legal else there.format)
 
     def _place(self, properties: Mapping[str, str]) -> tuple[str, int]:
-        """Return the id of a paragraph's list instance, and its level. The id is empty for none."""
+        """Return the id of a paragraph's list instance, and its level. The id is empty without a list."""
         instance, level = properties.get("numId"), properties.get("ilvl")
         style, seen = properties.get("pStyle", ""), set[str]()
         while style in self._styles and style not in seen and (instance is None or level is None):

@@ -566,21 +566,21 @@ def _is_ignored(path: str, rules: _Rules) -> bool:
     return next((ignores for ignores in found if ignores is not None), False)
 
 
-def _content(opener: Callable[[], int], most: int) -> bytes | str:
-    """Return a file's bytes, or the reason why the file is left out."""
+def _content(opener: Callable[[], int], limit: int) -> bytes | str:
+    """Return a file's bytes, or the reason why the file is left out, such as more than `limit` bytes."""
     try:
         with open(opener(), "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
             if not stat.S_ISREG(before.st_mode):
                 return SPECIAL
-            pieces, left = [], most + 1
-            while left and before.st_size <= most and (piece := file.read(left)):
+            pieces, left = [], limit + 1
+            while left and before.st_size <= limit and (piece := file.read(left)):
                 pieces.append(piece)
                 left -= len(piece)
             after = os.fstat(file.fileno())
     except OSError:
         return UNREADABLE
-    if before.st_size > most or not left:
+    if before.st_size > limit or not left:
         return LARGE
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         return CHANGED

@@ -1,7 +1,7 @@
 """Keep the complete chunks of an interrupted prefill on disk, so that the next build continues after the last one.
 
 Keys and values are in the index's growing files: files of the context that are written chunk by chunk, and that still
-have temporary names. The queries of each chunk that the build needs are appended to a separate file. A note in the
+have temporary names. Those queries of each chunk that the build needs are appended to a separate file. A note in the
 build's journal records which chunks are on disk, and their checksums.
 """
 

@@ -150,7 +150,7 @@ def may_be_loaded(name: str) -> bool:
 
 
 def named_by_index(name: str, progress: Callable[[str], None]) -> str:
-    """Return the name of an index's model, which must be one that `may_be_loaded`.
+    """Return the name of an index's model unchanged, if the model may be loaded.
 
     Raises:
         SparsekvError: `may_be_loaded` is False, the model's folder does not exist, or the embedded model is not in the
@@ -205,7 +205,10 @@ def hub_folder(name: str, *, download: bool = True) -> Path:
 
 
 def hub_gguf(repository: str, file: str, *, download: bool = True) -> Path:
-    """Return the path of a GGUF file on the hub, in the folder of its commit. Arguments and errors as `hub_folder`."""
+    """Return the path of a GGUF file on the hub, in the folder of its commit.
+
+    `download` and the errors are those of `hub_folder`.
+    """
     from huggingface_hub import hf_hub_download
 
     name = f"{repository}:{file}"

@@ -226,7 +226,7 @@ names in transformers' configs."""
 def check_config(reader: GGUFReader, config: PreTrainedConfig) -> None:
     """Raise UsageError if the config that transformers read from a GGUF file differs from it in an important setting.
 
-    Important are settings that change the model's attention or logits. Transformers' reader ignores unknown keys.
+    A setting is important if it changes the model's attention or logits. Transformers' reader ignores unknown keys.
     """
     kind = str(_one(reader, "general.architecture", ""))
     for key, known in CHECKED.items():
