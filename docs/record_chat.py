@@ -29,7 +29,7 @@ ENTRIES = (
 PROMPT = r"\x1b\[\?2004h> "
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 BARS = re.compile(r"[^\n]*━[^\n]*\n")
-"""Of progress: each time that one is drawn again would be a line of the page."""
+"""Matches each drawing of a progress bar, which would otherwise be a line of the page."""
 RECORDED = re.compile(r"(<!-- recorded: [^\n]*record_chat\.py -->\n```\n).*?```", re.DOTALL)
 PATIENCE = 1200  # seconds
 

@@ -17,7 +17,7 @@ from sparsekv.formats.errors import UsageError, reason_of
 BODY_SECONDS = 30.0
 """Seconds within which a request's body must arrive."""
 DISCARDED = 16
-"""Of a body that is too large, at most this multiple of the maximum size is read and discarded.
+"""Multiple of the maximum size up to which a body that is too large is read and discarded.
 
 A client that still sends its body would otherwise not get the error.
 """

@@ -34,7 +34,7 @@ CASES = {
     "the model's config": ("model/config.json", NONE, (ASK, BUILD)),
     "the model": ("model", NONE, (ASK, BUILD)),
 }
-"""What is not permitted, and the commands that cannot do without it."""
+"""Paths without permission, by description, and the commands that need them."""
 
 
 @pytest.fixture

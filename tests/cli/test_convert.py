@@ -47,7 +47,7 @@ def indices(both: Path, place: Path) -> Path:
 
 
 BY_A_MODEL = ("probe", "canary", "kv_storage")
-"""What a build computes over the rows in 8 bits, and a conversion, which runs no model, takes over."""
+"""Fields of the manifest that a build computes over int8 rows and that a conversion, without a model, copies."""
 
 
 def _without_probe(content: dict[str, str]) -> dict[str, Any]:

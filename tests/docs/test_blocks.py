@@ -22,7 +22,7 @@ TEXTS = ("manual", "doc", "book", "report", "more", "chapter2")
 CHARACTERS = 1300  # of a text: some 400 tokens
 QUESTIONS = "What is an assignment?\nWhat is a target?\n"
 COMPOSED = re.compile(r"[|&;$`*]|<<|2>")
-"""Of a line that is more than one plain command."""
+"""Matches a line that is more than one plain command."""
 LOOPS = re.compile(r"<<|^\s*(for|while|if|function) ", re.MULTILINE)
 LAYERS, TOKENS = 2, 4096  # of the embedded model, of 30 and of 49,152
 ANSWER = "--max-new-tokens 4"

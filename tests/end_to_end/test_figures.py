@@ -25,7 +25,7 @@ REPORTS = (
     ("--method", "squeezed", "--lookup", "flat"),
     [option for method in ("multipole", "quest", "oracle", "window") for option in ("--method", method)],
 )
-"""What the figures below are of; of squeezed's forms, one."""
+"""Options of the two reports from which the figures below are; squeezed has one of its lookups."""
 SQUEEZED = "squeezed lookup=flat"
 
 

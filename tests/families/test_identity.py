@@ -32,7 +32,7 @@ SOME = (
 )
 """Families with multipliers, several norms, experts and clipped rows."""
 NO_NUMBERS = ("output_attentions", "tie_word_embeddings")
-"""What a model returns, and which of its weights are one: the identity of the weights has these."""
+"""Config fields outside the numbers of an identity: what a model returns, and tied weights, which the weights show."""
 
 
 def rows(model: PreTrainedModel) -> list[torch.Tensor]:

@@ -32,11 +32,13 @@ from .world import World, stored_rows
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a layer attended to with the queries of `queries` tokens from row `first` after the stored context on.
+    """A layer's choice for the queries of `queries` tokens, of which the first is row `first` after the stored context.
 
-    `middle` is the number M of tokens between sinks and tail, to which `--stream` adds. Positions [Hk, Q or 1, R] of
-    those that were chosen, M for none, or None for all; their log-weights [Hk, G, Q or 1, R]; and the centroids that
-    were attended to.
+    Attributes:
+        middle: the number M of tokens between sinks and tail, to which `--stream` adds tokens.
+        positions: [Hk, Q or 1, R], positions of the chosen tokens; M stands for no token. None: all tokens.
+        log_weights: [Hk, G, Q or 1, R], the log-weights of these tokens.
+        rest: the centroids that were attended to.
     """
 
     first: int

@@ -127,8 +127,10 @@ def plain(world: World, ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a layer's tokens [T] attend to: a mask [Hq, T, N + T + C], and C keys and values [Hk, C, D] behind all, if
-    there are any."""
+    """A mask [Hq, T, N + T + C] of the rows that T tokens attend to over N stored rows in a layer.
+
+    `further` has C more keys and values [Hk, C, D], which follow all other rows; it is empty if C is 0.
+    """
 
     mask: torch.Tensor
     further: tuple[torch.Tensor, ...]

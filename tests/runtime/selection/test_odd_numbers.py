@@ -29,7 +29,7 @@ STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "huge": lambda rows: 3e38 * rows.sign(),
     "all equal": lambda rows: rows[:, :1].expand_as(rows).contiguous(),
 }
-"""What an index may hold that opens: finite numbers."""
+"""Changes of stored rows that opening accepts, because all numbers are finite."""
 
 
 @pytest.fixture(scope="module")
