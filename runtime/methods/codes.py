@@ -238,7 +238,7 @@ class QuestionScan:
 
 
 PIECE = 32  # largest number of a question's tokens that share a selection
-ENOUGH = 240  # default budget, in tokens, if 4,800 to 16,000 tokens are between sinks and tail
+ENOUGH = 480  # default budget, in tokens, if 9,600 to 32,000 tokens are between sinks and tail
 
 
 @methods.register("codes")
@@ -265,7 +265,7 @@ class Codes(Method):
 
     @classmethod
     def default_budget(cls, middle: int) -> Budget:
-        """Return 5% of up to 4,800 tokens between sinks and tail, `ENOUGH` of up to 16,000, and 1.5% of more."""
+        """Return 5% of up to 9,600 tokens between sinks and tail, `ENOUGH` of up to 32,000, and 1.5% of more."""
         short, long = Budget(0.05), Budget(0.015)
         if long.tokens(middle) >= ENOUGH:
             return long

@@ -209,10 +209,10 @@ def test_clusters_are_described() -> None:
     ("middle", "budget"),
     [
         (1, Budget(0.05)),
-        (4_800, Budget(0.05)),
-        (5_000, Budget(240)),
-        (15_900, Budget(240)),
-        (16_000, Budget(0.015)),
+        (9_600, Budget(0.05)),
+        (9_700, Budget(480)),
+        (31_900, Budget(480)),
+        (32_000, Budget(0.015)),
         (500_000, Budget(0.015)),
     ],
 )
