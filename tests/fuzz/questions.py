@@ -1,7 +1,9 @@
 """Checks of an index's answers against plain transformers, and against each other."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,6 +17,8 @@ from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_ove
 from .rounding import Rounding, expect_logits
 from .world import Rows, World, stored_rows
 
+Oracle = Callable[[], torch.Tensor]
+"""A plain pass that computes logits [T, vocabulary]."""
 IN_8_BITS = 0.05
 """Largest relative error of int8 rows."""
 AFTER_8_BITS = 4 * IN_8_BITS
@@ -54,15 +58,15 @@ class Checks:
         dense = self.world.dense(self.index)
         answer = dense.ask(asked, self.sampling).ids
         fed = fed_with(asked, answer)
-        logits = self.truth(fed)
-        self.held(dense, "dense", len(asked), fed, answer, logits)
+        oracle = self.oracle(fed)
+        self.held(dense, "dense", len(asked), fed, answer, oracle)
         if not all_of_them:
             return
         if takes_everything(self.world):
             everything = self.world.asker(self.index, "100%", prefill_budget=self.all_of_a_prefill())
             found = everything.ask(asked, self.sampling).ids
             refed = torch.cat([asked, torch.tensor(found[:-1], dtype=torch.long)])
-            again = logits if found == answer else self.truth(refed)
+            again = oracle if found == answer else self.oracle(refed)
             self.held(everything, "everything", len(asked), refed, found, again)
         self.sparse(asked)
 
@@ -72,41 +76,44 @@ class Checks:
         dense = self.world.dense(self.index)
         answer = dense.ask(asked, self.sampling).ids
         fed = torch.cat([asked, torch.tensor(answer[:-1], dtype=torch.long)])
-        self.held(dense, "dense", len(asked), fed, answer, self.truth(fed, AFTER_8_BITS))
+        self.held(dense, "dense", len(asked), fed, answer, self.oracle(fed, AFTER_8_BITS))
 
     def all_of_a_prefill(self) -> str | None:
         return "100%" if self.case.question_prefill not in (None, "own", "dense") else None
 
-    def truth(self, fed: torch.Tensor, in_8_bits: float = IN_8_BITS) -> torch.Tensor:
-        """Return the logits [T, vocabulary] of tokens [T] after the stored prompt, and check the stored rows.
+    def truth(self, fed: torch.Tensor) -> torch.Tensor:
+        """Return plain transformers' logits [T, vocabulary] of tokens [T] after the stored prompt."""
+        return self.oracle(fed)()
+
+    def oracle(self, fed: torch.Tensor, in_8_bits: float = IN_8_BITS) -> Oracle:
+        """Check the stored rows, and return the pass that computes the logits [T, vocabulary] of tokens [T] after them.
 
         `in_8_bits` is the largest relative error of int8 rows.
         """
         case, tokens = self.case, len(self.index.input_ids)
         stored = stored_rows(self.index.artifact.folder, case.layers)
+        over = partial(plain_over, self.world, stored, self.index.input_ids, fed)
         if case.prefill != "dense":
-            return plain_over(self.world, stored, self.index.input_ids, fed)
-        logits, rows = plain(self.world, torch.cat([self.index.input_ids, fed]))
+            return over
+        ids = torch.cat([self.index.input_ids, fed])
+        rows = plain(self.world, ids)[1]
         most = ROUNDING if case.kv_dtype is None else in_8_bits
         rounding = Rounding(self.world, self.index.input_ids)
         near = rounding.expect_rows(stored, _first(tokens, rows), most, "stored", "plain ones")
-        if near and case.kv_dtype is None:
-            return logits[tokens:]
-        return plain_over(self.world, stored, self.index.input_ids, fed)
+        return (lambda: plain(self.world, ids)[0][tokens:]) if near and case.kv_dtype is None else over
 
     def held(
-        self, asker: Session, kind: str, question: int, fed: torch.Tensor, answer: list[int], logits: torch.Tensor
+        self, asker: Session, kind: str, question: int, fed: torch.Tensor, answer: list[int], oracle: Oracle
     ) -> None:
         """Check an answer, and the logits of its steps, against an oracle."""
-        steps = logits[question - 1 :]
-        expect_greedy(steps, answer, f"{kind} answer", "against plain transformers")
+        steps = slice(question - 1, None)
+        expect_greedy(oracle()[steps], answer, f"{kind} answer", "against plain transformers")
         most = min(self.case.answer, self.world.room(len(self.index.input_ids), question))
         ended = answer[-1] in self.world.ends
         expect(ended or len(answer) == most, f"{kind} answer", f"of {most} tokens ends early: {answer}")
         expect(not self.world.ends & {*answer[:-1]}, f"{kind} answer", f"goes on after its end: {answer}")
         found = stepped(self.index, asker, fed, question)
-        ids = torch.cat([self.index.input_ids, fed])
-        expect_logits(found[question - 1 :], steps, self.world, ids, f"{kind} logits", "plain transformers'")
+        expect_logits(found[steps], oracle, self.world, f"{kind} logits", "plain transformers'", steps)
 
     def sparse(self, asked: torch.Tensor) -> None:
         """Check that the case's own setting answers with finite numbers, and twice in the same way."""
@@ -122,12 +129,11 @@ class Checks:
         dense = asker.config.dense_layers >= self.case.layers
         expect(not dense or len(first.ids) == 1 or first.kv_fraction == 1, "kv fraction", f"dense: {first.kv_fraction}")
         if dense and self.case.question_prefill in (None, "own", "dense"):
-            ids, steps = torch.cat([self.index.input_ids, fed]), slice(len(asked) - 1, None)
-            expect_logits(found[steps], self.truth(fed)[steps], self.world, ids, "dense layers", "plain ones")
+            steps = slice(len(asked) - 1, None)
+            expect_logits(found[steps], self.oracle(fed), self.world, "dense layers", "plain ones", steps)
         if self.case.question_prefill in (None, "dense"):
-            ids, told = torch.cat([self.index.input_ids, asked]), "plain ones, after a question prefilled densely"
-            first_step = slice(len(asked) - 1, len(asked))
-            expect_logits(found[first_step], self.truth(asked)[-1:], self.world, ids, "first logits", told)
+            told, steps = "plain ones, after a question prefilled densely", slice(len(asked) - 1, len(asked))
+            expect_logits(found[steps], self.oracle(asked), self.world, "first logits", told, steps)
 
 
 def _first(tokens: int, rows: Rows) -> Rows:
