@@ -214,7 +214,7 @@ class Schedule:
         if not worth_compiling(mode, model.device, tokens // slots):
             return
         try:
-            seconds = compile_steps(model, self.engine.warm_up, tokens=slots)
+            seconds = compile_steps(model, self.engine.warm_up, shape=self.engine.cache.step_shape)
             note(f"compiled in {seconds:.1f} s", quiet=quiet)
         except SparsekvError as error:
             if mode == "on" or self.ranks is not None:

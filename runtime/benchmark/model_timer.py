@@ -134,7 +134,7 @@ class ModelTimer:
                     data = [self.source.layer(context, batch, self.built, number) for number in range(self.distinct)]
                     # Without the reset, torch would compile for any number of questions once it has seen two numbers.
                     torch._dynamo.reset()
-                    hook = compile_layers(model, tokens=data[0].questions) if self.compiled else None
+                    hook = compile_layers(model, shape=(data[0].batch, data[0].questions)) if self.compiled else None
                     rows += self._time(ModelBench(model, weights, data, self.runs, self.report))
                     if hook is not None:
                         hook.remove()

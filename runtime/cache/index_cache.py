@@ -156,6 +156,11 @@ class SequenceCache(CalledCache, ABC):
         """Whether a CUDA graph of one decode step can be replayed for all later steps."""
         return self.capturing
 
+    @property
+    def step_shape(self) -> tuple[int, int]:
+        """Shape of the model's `input_ids` in a decode step with a sequence in every slot: rows, and tokens per row."""
+        return self.slots, 1
+
     @abstractmethod
     def rewind(self) -> None:
         """Restore the stored context, also after a failed question."""

@@ -225,6 +225,10 @@ class PackedCache(SequenceCache):
         """For each token of a decode step, the slot of its sequence, and the index of its row in the slot."""
 
     @property
+    def step_shape(self) -> tuple[int, int]:
+        return 1, self.slots
+
+    @property
     def rewinds(self) -> int:
         return self.alone.rewinds
 
@@ -340,6 +344,10 @@ class BatchedCache(PackedCache):
     def __init__(self, alone: IndexCache, packed: list[PackedLayer], slots: int):
         super().__init__(alone, packed, slots)
         self.of_slots = SlotStates(self.states, slots)
+
+    @property
+    def step_shape(self) -> tuple[int, int]:
+        return self.slots, 1
 
     def live_states(self) -> Mapping[str, torch.Tensor]:
         return self.of_slots.slots

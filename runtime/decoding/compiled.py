@@ -43,16 +43,17 @@ def worth_compiling(mode: str, device: torch.device, steps: int) -> bool:
     return mode == "on" or (mode == "auto" and device.type == "cuda" and steps >= WORTH_IT)
 
 
-def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, tokens: int = 1) -> RemovableHandle:
-    """From now on run the model's layers compiled in calls with `tokens` tokens per row, and eagerly in other calls.
+def compile_layers(
+    model: "PreTrainedModel", backend: str = "inductor", *, shape: tuple[int, int] = (1, 1)
+) -> RemovableHandle:
+    """From now on run the model's layers compiled in calls with `input_ids` of this shape, and eagerly in other calls.
 
-    The first call with `tokens` tokens per row compiles. Compiled code is stored in the user's cache folder, for other
-    processes.
+    The first call with this shape compiles. Compiled code is stored in the user's cache folder, for other processes.
 
     Args:
         backend: the backend of torch.compile.
-        tokens: number of tokens in a row of `input_ids`: 1 in the decode step of one sequence. Sequences that share a
-            document have all of their tokens in one row.
+        shape: number of rows and of tokens per row, as `SequenceCache.step_shape`; by default those of the decode step
+            of one sequence.
 
     Returns:
         The handle of the hook that switches between compiled and eager calls. After the handle's `remove`, all calls
@@ -74,7 +75,7 @@ def compile_layers(model: "PreTrainedModel", backend: str = "inductor", *, token
 
     def choose(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = named.get("input_ids", arguments[0] if arguments else None)
-        torch.compiler.set_stance("default" if ids is not None and ids.shape[1] == tokens else "force_eager")
+        torch.compiler.set_stance("default" if ids is not None and ids.shape == shape else "force_eager")
 
     return model.register_forward_pre_hook(choose, with_kwargs=True)
 
@@ -91,15 +92,15 @@ def _name_caches() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
 
 
-def compile_steps(model: "PreTrainedModel", step: Callable[[], None], *, tokens: int = 1) -> float:
-    """Compile decode steps with `tokens` tokens per row by running `step` once; return the seconds of this run.
+def compile_steps(model: "PreTrainedModel", step: Callable[[], None], *, shape: tuple[int, int] = (1, 1)) -> float:
+    """Compile decode steps by running `step` once; return the seconds of this run. `shape`: as in `compile_layers`.
 
     Raises:
         SparsekvError: steps cannot be compiled here, for example without a C++ compiler; the model then runs eagerly.
         torch.OutOfMemoryError: memory runs out.
     """
     started = time.perf_counter()
-    hook = compile_layers(model, tokens=tokens)
+    hook = compile_layers(model, shape=shape)
     try:
         step()
     except torch.OutOfMemoryError:

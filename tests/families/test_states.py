@@ -1,6 +1,7 @@
 """Models whose layers do not all attend: everything that continues their states, against plain transformers."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.reference import assert_close
 from support.sealing import change_tensors
 from support.small_index import INDEXERS, TEXT, reopen, small_plan, with_changes
 from support.tiny_models import tiny_tokenizer
+from torch._dynamo.utils import counters
 
 from sparsekv.formats.distributed.group import shares_of
 from sparsekv.formats.documents.prompt import encode_prompt
@@ -32,6 +34,7 @@ from sparsekv.indexing.plan import BuildPlan, plan_memory
 from sparsekv.indexing.prefill.prefills import QuokaPrefill
 from sparsekv.runtime.attention.config import Dense
 from sparsekv.runtime.decoding.answer import question_ids
+from sparsekv.runtime.decoding.compiled import compile_layers
 from sparsekv.runtime.decoding.engine import Request, generate, prefill_question
 from sparsekv.runtime.decoding.open import OpenIndex, plan_opening
 from sparsekv.runtime.decoding.perplexity import perplexity
@@ -168,6 +171,23 @@ def test_steps_as_a_gpu_takes_them(index: OpenIndex, monkeypatch: pytest.MonkeyP
     asked = _asked(index)
     cache = index.cache(CODES)
     assert [generate(index, cache, one, SAMPLING).ids for one in asked] == _plain(index, asked)
+
+
+@pytest.mark.parametrize("index", ANY, indirect=True)
+def test_layers_are_compiled_for_steps_of_several_sequences(index: OpenIndex) -> None:
+    """In these steps each sequence is a row of the model's batch."""
+    asked, compiled = _asked(index), replace(index, model=deepcopy(index.model))
+    torch._dynamo.reset()
+    counters.clear()
+    engine = packed(compiled, compiled.dense_cache(), 3)
+    compile_layers(compiled.model, backend="aot_eager", shape=engine.cache.step_shape)
+    try:
+        engine.warm_up()
+        assert counters["stats"]["unique_graphs"] > 0
+        assert [answered(engine, asked, SAMPLING)[number].ids for number in range(3)] == _plain(index, asked)
+    finally:
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("index", ANY, indirect=True)

@@ -140,7 +140,7 @@ def test_compiled_steps_answer_as_others(tmp_path: Path) -> None:
     cache = index.cache(sparse("multipole", Multipole(), Budget(0.2)))
     expected = _together(packed(index, cache, 4), asked)
     engine = packed(index, cache, 4)
-    assert compile_steps(index.model, engine.warm_up, tokens=4) > 0
+    assert compile_steps(index.model, engine.warm_up, shape=engine.cache.step_shape) > 0
     assert _together(engine, asked) == expected
     assert engine.cache.graphs
 

@@ -68,7 +68,7 @@ def test_compiled_steps_give_the_same_logits(tmp_path: Path, family: str) -> Non
 def test_compiled_steps_of_several_sequences_give_the_same_answers(tmp_path: Path) -> None:
     index = build_small(tmp_path / "small.skv")
     compiled = replace(index, model=deepcopy(index.model))
-    compile_layers(compiled.model, backend="aot_eager", tokens=3)
+    compile_layers(compiled.model, backend="aot_eager", shape=(1, 3))
     asked = [question_ids(index, question) for question in ("What is an expression?", "x", "Why?", "And how?")]
     found, expected = (
         answered(packed(one, one.cache(sparse("squeezed", Squeezed(), Budget(0.3))), 3), asked, Sampling(6))
