@@ -170,10 +170,15 @@ class TokenDecoder:
         return texts
 
     def _character(self, ids: list[int], start: int) -> list[str]:
-        """Return a text for each of the fewest tokens from `start` on that together decode to whole characters."""
-        before = len(self._text(self._lead))
+        """Return a text for each of the fewest tokens from `start` on that together decode to whole characters.
+
+        A character that the next token does not continue stays U+FFFD, and the next token is not among these tokens.
+        """
+        before, text = len(self._text(self._lead)), ""
         for stop in range(start + 1, start + LONGEST_CHARACTER + 1):
-            text = self._text([*self._lead, *ids[start:stop]])[before:]
+            earlier, text = text, self._text([*self._lead, *ids[start:stop]])[before:]
+            if earlier and text != earlier and text.startswith(earlier):
+                return [*[""] * (stop - start - 2), earlier]
             if not text.endswith(UNDECODED) or stop == len(ids) or ids[stop] in self._bytes:
                 break
         return [*[""] * (stop - start - 1), text]

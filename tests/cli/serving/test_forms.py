@@ -3,6 +3,7 @@
 import pytest
 from support.tokenizers_of_families import KINDS, tokenizer_of
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sparsekv.cli.serving.forms import About, TextForm
 from sparsekv.cli.serving.responses import Completion, TextLogprobs
@@ -50,6 +51,20 @@ def test_an_invalid_byte_after_characters_moves_the_text_that_follows(parts: int
     found = told(tokenizer, *([answer] if parts == 1 else [answer[:3], answer[3:]]))
     places = [place for part in found for place in part.text_offset]
     assert text[places[len(run)] :] == " list"
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("cut", [b"\xff", b"\xd7", b"\xe4\xb8", b"\xf0\x9f\x98", b"\xff\xff\xff\xff\xff"])
+def test_a_token_behind_a_character_that_stays_incomplete_is_where_its_text_is(cut: bytes, parts: int) -> None:
+    tokenizer = tokenizer_of("llama-3")
+    letters = bytes_to_unicode()
+    run = [tokenizer.convert_tokens_to_ids(letters[byte]) for byte in cut]
+    ids = [*tokenizer("A", add_special_tokens=False).input_ids, *run, *tokenizer(TEXT).input_ids]
+    text, first = tokenizer.decode(ids, skip_special_tokens=True), 1 + len(run)
+    answer = [TokenLogprobs(token, -1.0, ()) for token in ids]
+    found = told(tokenizer, *([answer] if parts == 1 else [[one] for one in answer]))
+    places = [place for part in found for place in part.text_offset]
+    assert text[places[first] :] == TEXT
 
 
 @pytest.mark.parametrize("kind", ["llama-2", "llama-3"])
