@@ -340,8 +340,9 @@ class Engine:
             longest = min(longest, self.own_tokens - len(request.question))
             if longest < 1:
                 raise UsageError(
-                    f"the question has {len(request.question):,} tokens, and memory is reserved for a question and "
-                    f"answer of {self.own_tokens:,}; ask a shorter question, or let fewer requests decode together"
+                    f"the question has {len(request.question):,} tokens, and each of the questions that may decode "
+                    f"together has memory for a question and answer of {self.own_tokens:,}; ask a shorter question, "
+                    "serve with a smaller --batch-size, or in Python use `ask` instead of `stream`"
                 )
         return Sequence(self.index, request, before - self.index.split.tokens, longest)
 

@@ -26,9 +26,9 @@ from sparsekv.runtime.sources.places import Source
 Finish = Literal["stop", "length", "timeout", "waited", "cancelled"]
 """Why an answer ended.
 
-`stop`: by an EOS token or a stop string. `length`: a limit of the answer's length was reached. `timeout`: the timeout
-passed while the request was answered. `waited`: the timeout passed before the request got a slot. `cancelled`: by the
-caller.
+`stop`: by an EOS token or a stop string. `length`: a limit of the answer's length was reached, which may be the memory
+of its slot (`Lane`). `timeout`: the timeout passed while the request was answered. `waited`: the timeout passed before
+the request got a slot. `cancelled`: by the caller.
 """
 
 

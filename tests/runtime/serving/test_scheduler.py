@@ -277,7 +277,7 @@ def test_a_question_for_which_no_memory_is_planned_is_refused(
     monkeypatch.setattr("sparsekv.runtime.serving.lane._memory", lambda device: 3 << 20)
     monkeypatch.setattr("sparsekv.runtime.serving.lane.OWN_TOKENS", 100)
     scheduler = make(slots=8)
-    with pytest.raises(UsageError, match="memory"):
+    with pytest.raises(UsageError, match=r"memory .* --batch-size, or in Python use `ask`"):
         list(served.ask(scheduler, "a", question(5)))
     short = list(served.ask(scheduler, "a", question(0), 4000))
     assert short[-1].finish == "length"
