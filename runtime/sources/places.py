@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparsekv.formats.documents.continuation import BETWEEN
 from sparsekv.formats.documents.plain_text import Trusted, encode_text
+from sparsekv.formats.documents.prompt import next_turn
 from sparsekv.formats.index.reader import Artifact
 
 LONGEST = 64  # largest number of tokens of a passage
@@ -293,8 +294,8 @@ class Places:
     """The texts of an index's document, in which sources are searched.
 
     These are the document's files, or else the whole document, followed by the texts that `append` added. They do not
-    include the chat template's text before the document. Nor do they include the prompt's first token, because every
-    answer attends to it.
+    include the chat template's text before the document, or between an answer and the text that was added after it. Nor
+    do they include the prompt's first token, because every answer attends to it.
     """
 
     def __init__(self, artifact: Artifact, tokenizer: PreTrainedTokenizerBase):
@@ -314,15 +315,23 @@ class Places:
             for one in prompt.files or ()
         ]
         records = zip(pairwise(edges), artifact.manifest.additions, strict=True)
+        turn = None if prompt.chat is None or not added else next_turn(tokenizer, prompt.chat)
+        self._between = "" if turn is None else turn.between
+        self._frame = encode_text(tokenizer, Trusted(self._between)).ids
         later = [
             self._addition(f"{name}+{number}", *edge, one.first_line) for number, (edge, one) in enumerate(records, 1)
         ]
         self.texts = [*(files or [whole]), *later]
 
     def _addition(self, path: str, start: int, stop: int, line: int | None) -> Text:
+        ids = self.ids[start:stop]
+        # The frame's last token may be joined with the text's first characters.
+        frame = self._frame if ids[: len(self._frame)] == self._frame else self._frame[:-1]
+        framed = bool(frame) and ids[: len(frame)] == frame
         if line is None:  # a conversation, or text that an earlier version added
-            line = 1 - BETWEEN.count("\n") if self._text(start, stop).startswith(BETWEEN) else 1
-        return Text(path, start, stop, start, line)
+            before = self._between if framed else BETWEEN if self._text(start, stop).startswith(BETWEEN) else ""
+            line = 1 - before.count("\n")
+        return Text(path, start + len(frame) if framed else start, stop, start, line)
 
     def sources(self, shares: torch.Tensor, most: int) -> list[Source]:
         """Return up to `most` sources by descending score: the sum of the attention shares [N] of a source's tokens.

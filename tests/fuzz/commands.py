@@ -23,6 +23,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Conversation
 from sparsekv.runtime.selection.interface import DENSE, Budget, methods
 from sparsekv.runtime.selection.token_choice import first_dense
+from sparsekv.runtime.sources.places import Places
 
 from .case import draw_budget
 from .deeds import deed
@@ -311,6 +312,7 @@ def append_to_a_talk(world: World, index: OpenIndex) -> None:
     ids = torch.cat([talk.input_ids, asked])
     expect(ids[: len(spoken)].tolist() == spoken.tolist(), "appended to a talk", "the talk before it has other tokens")
     follows(world, ids[len(spoken) :], f"{BETWEEN}{more}{last}" if case.raw else f"{more}{BETWEEN}{last}")
+    _in_lines(Places(talk.artifact, world.tokenizer), len(spoken), len(talk.input_ids), more, random)
     if outcome.code:
         return
     answer = world.dense(talk).ask(asked, Sampling(case.answer))
@@ -319,6 +321,19 @@ def append_to_a_talk(world: World, index: OpenIndex) -> None:
     stored = stored_rows(world.folder / "talk.skv", case.layers)
     logits = truth(world, talk, fed_with(ids, answer.ids), stored)[-len(answer.ids) :]
     expect_greedy(logits, answer.ids, "answer to a talk", "against plain transformers")
+
+
+def _in_lines(places: Places, start: int, stop: int, text: str, random: Random) -> None:
+    """Check that a source among the tokens [start, stop), which were appended, is in the lines of their text that it
+    names."""
+    for token in random.sample(range(start, stop), min(5, stop - start)):
+        shares = torch.zeros(stop)
+        shares[token] = 1
+        for source in places.sources(shares, 1):
+            first, last = source.lines
+            known = "\n".join(text.split("\n")[max(0, first - 1) : last])
+            right = first >= 1 and source.text.strip("\ufffd") in known
+            expect(right, "lines of a talk", f"{source} is not in {known!r}")
 
 
 @deed("api", 3)

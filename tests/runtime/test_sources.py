@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -185,10 +186,19 @@ def test_text_that_was_added_has_lines_of_its_own(tmp_path: Path) -> None:
     for text, frame in texts:
         addition = encode_addition(tokenizer, text, frame, plan.prompt.border)
         build_index(growing_plan(Artifact(folder), plan.loaded, addition), folder)
+    question = replace(encode_addition(tokenizer, "Seven.\nEight is.", answered, plan.prompt.border), first_line=None)
+    build_index(growing_plan(Artifact(folder), plan.loaded, question), folder)
     index = reopen(plan, folder)
     assert _place(index, "Two is") == "a+1:2"
     assert _place(index, "Four is") == "a+2:3"
     assert _place(index, "Six is") == "a+3:2"
+    assert _place(index, "Eight is") == "a+4:2"
+    assert answered is not None
+    text, places = "".join(token_texts(tokenizer, index.input_ids.tolist())), Places(index.artifact, tokenizer)
+    frame = len(tokenizer(text[: text.index(f"{answered.between}Five")]).input_ids)
+    of_frame = torch.zeros(len(index.input_ids), dtype=torch.float64)
+    of_frame[frame : frame + len(tokenizer(answered.between).input_ids)] = 1
+    assert places.sources(of_frame, 1) == []
 
 
 def test_text_that_was_added_behind_a_cut_character_has_its_own_lines(tmp_path: Path) -> None:
