@@ -28,7 +28,8 @@ _READ = frozenset(
         *("utf-8", "utf-16", "utf-16-le", "utf-16-be", "ascii", "koi8-r", "koi8-u", "cp874"),
         *(f"cp{number}" for number in range(1250, 1259)),
         *(f"iso8859-{part}" for part in range(1, 17)),
-        *("cp932", "shift_jis", "euc_jp", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "euc_kr", "cp949"),
+        *("cp932", "shift_jis", "euc_jp", "iso2022_jp", "euc_kr", "cp949"),
+        *("gb18030", "gbk", "gb2312", "big5", "big5hkscs"),
     }
 )
 """Python's names of the encodings that are accepted when a page declares them or they are detected.
@@ -36,7 +37,8 @@ _READ = frozenset(
 Encodings of DOS and Macintosh are left out, because texts in other encodings are too often detected as one of these.
 Codecs of Python that take quadratic time, such as punycode, are left out, too.
 """
-_BROWSERS = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030"}
+_BROWSERS = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874"}
+_BROWSERS |= {"gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs"}
 """Maps declared or detected encodings to encodings with more characters, in which browsers read such texts."""
 _DECLARED = re.compile(rb"""<(?:meta\b[^>]*?\bcharset|\?xml\b[^>]*?\bencoding)\s*=\s*["']?\s*([\w.:-]{1,40})""", re.I)
 _DECLARATION = 4096

@@ -89,12 +89,14 @@ def docx_text(data: bytes) -> str:
     pictures = mammoth.images.img_element(lambda image: {})
     page = mammoth.convert_to_html(
         file,
-        style_map="p[style-name='Title'] => h1:fresh",
+        style_map="p[style-name='Title'] => h1:fresh\nbr[type='page'] => br\nbr[type='column'] => br",
         include_embedded_style_map=False,  # the file's own style map could leave out text
         convert_image=pictures,
         external_file_access=False,
     )
-    return tidied(numbers_shown(html_text(page.value)))
+    # HTML would show spaces at the beginning of a paragraph or line as none, and they indent code.
+    indented = _SPACES_AT_BEGINNING.sub(lambda found: "\xa0" * len(found[0]), page.value)
+    return tidied(numbers_shown(html_text(indented)))
 
 
 def html_text(page: str, *, navigation: bool = False) -> str:
@@ -118,6 +120,7 @@ def html_text(page: str, *, navigation: bool = False) -> str:
 
 
 _SPACES = " \t\r\n\f"
+_SPACES_AT_BEGINNING = re.compile("(?<=>)  +")
 # A no-break space is part of a word, so that it is kept: some pages indent code by no-break spaces.
 _WORD = re.compile(f"[^{_SPACES}]+")
 _BLOCKS = frozenset(
@@ -392,6 +395,11 @@ class _Renderer(HTMLParser):
         self._flush()
         self.pieces.append(" ".join(words).replace("\xa0", " "))
         self._space = data[-1] in _SPACES
+
+    def unknown_decl(self, data: str) -> None:
+        """Add the text of a CDATA section, which XHTML may have. Other declarations have no text."""
+        if data.startswith("CDATA["):
+            self.handle_data(data.removeprefix("CDATA["))
 
     def _flush(self) -> None:
         """Write the line breaks or the space before the next text."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -100,7 +101,8 @@ def _means(paired: Sequence[Scores], seed: int) -> list[NDArray[np.float64]]:
     return [(table[drawn[..., None], questions] * inside).sum((1, 2)) / count.sum(1) for table in tables]
 
 
-FILE = "answers.jsonl"
+FILE, BEGINNING = "answers.jsonl", b'{"key": "'
+"""The name of the file of answers, and the beginning of each of its lines."""
 
 
 @dataclass(frozen=True)
@@ -189,17 +191,29 @@ class Answers:
         file.seek(0)
         data = file.read()
         whole = data.rfind(b"\n") + 1
-        for number, line in enumerate(data[:whole].splitlines(), 1):
+        lines, rest = data[:whole].splitlines(), data[whole:]
+        # A last line that does not begin like an answer is not one of a killed run, and is not removed.
+        for number, line in enumerate([*lines, *([] if BEGINNING.startswith(rest[: len(BEGINNING)]) else [rest])], 1):
             try:
                 record = json.loads(line)
-                self.known[record["key"]] = ScoredAnswer(
-                    **{name: record[name] for name in ScoredAnswer.__dataclass_fields__}
-                )
+                self.known[record["key"]] = _answer_in(record)
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise SparsekvError(
                     f"line {number} of {self._path} is damaged; remove the line, and its question is asked again"
                 ) from None
         file.truncate(whole)  # only after every line was valid, so that another program's file is not changed
+
+
+def _answer_in(record: dict[str, Any]) -> ScoredAnswer:
+    """Return the answer in a line of the file.
+
+    Raises KeyError for a missing field, and ValueError for a text or number that is none, such as NaN.
+    """
+    answer = ScoredAnswer(**{name: record[name] for name in ScoredAnswer.__dataclass_fields__})
+    numbers = [answer.seconds, *(one for one in (answer.loss, answer.kv_fraction) if one is not None)]
+    if not isinstance(answer.text, str) or not all(type(one) in (int, float) and isfinite(one) for one in numbers):
+        raise ValueError("no answer")
+    return answer
 
 
 @dataclass(frozen=True)

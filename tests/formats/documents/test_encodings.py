@@ -44,7 +44,7 @@ def test_what_is_not_certain_has_none(data: bytes) -> None:
     [
         (b"<meta charset=windows-1251>", "cp1251"),
         (b"<META http-equiv='Content-Type' content='text/html; charset=ISO-8859-1'>", "cp1252"),
-        (b"<?xml version='1.0' encoding='Shift_JIS'?>", "shift_jis"),
+        (b"<?xml version='1.0' encoding='Shift_JIS'?>", "cp932"),
         (b"<meta charset=utf-16>", None),
         (b"<meta charset=punycode>", None),
         (b"<meta charset=rot13>", None),
@@ -57,6 +57,22 @@ def test_a_page_declares_its_encoding(page: bytes, encoding: str | None) -> None
     assert page_encoding(page, "latin-1") == "latin-1"
     assert page_encoding(b"\xef\xbb\xbf" + page) == "utf-8"
     assert page_encoding(b"\xff\xfe" + page) == "utf-16"
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "text"),
+    [
+        ("iso-2022-jp", "iso2022_jp", JAPANESE),  # its bytes are valid UTF-8, too
+        ("iso-8859-11", "cp874", "\u201cไทย\u201d"),
+        ("shift_jis", "cp932", "①㈱"),
+        ("euc-kr", "cp949", "똠방"),
+        ("big5", "big5hkscs", "嘅"),
+    ],
+)
+def test_a_declared_page_is_read_as_browsers_read_it(tmp_path: Path, name: str, encoding: str, text: str) -> None:
+    path = tmp_path / "page.html"
+    path.write_bytes(f"<meta charset={name}><p>".encode() + text.encode(encoding))
+    assert read_document(str(path)) == text
 
 
 def test_the_refusal_of_a_named_file_names_the_encoding_that_it_seems_to_have(tmp_path: Path) -> None:

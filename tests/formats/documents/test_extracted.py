@@ -105,6 +105,7 @@ def test_pages_begin_where_the_file_begins_them(tmp_path: Path) -> None:
         ),
         ("<math><msubsup><mi>x</mi><mi>i</mi><mn>2</mn></msubsup><p>a <b>b</b> c", "x_i^2\n\na b c"),
         ("one\vtwo&#x85;three", "one\ntwo…three"),
+        ("a <![CDATA[x < y]]> b<![endif]>c", "a x < y bc"),
     ],
 )
 def test_a_page_is_rendered_without_loss(body: str, text: str) -> None:
@@ -211,6 +212,12 @@ def test_paragraphs_have_the_numbers_that_a_reader_sees(body: str, text: str) ->
 )
 def test_text_in_fields_and_in_other_directions_is_text(body: str, text: str) -> None:
     assert extractors.docx_text(docx(f"<w:p>{body}</w:p>")) == text
+
+
+def test_breaks_of_pages_and_spaces_before_code_are_kept() -> None:
+    broken = "<w:r><w:t>end</w:t><w:br w:type='page'/><w:t>new</w:t><w:br w:type='column'/><w:t>last</w:t></w:r>"
+    code = "<w:r><w:t xml:space='preserve'>    if x:</w:t><w:br/><w:t xml:space='preserve'>  y</w:t></w:r>"
+    assert extractors.docx_text(docx(f"<w:p>{broken}</w:p><w:p>{code}</w:p>")) == "end\nnew\nlast\n\n    if x:\n  y"
 
 
 COMPATIBILITY = 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'

@@ -51,6 +51,37 @@ def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ('"text": "text\\n0 é"', '"text": 7'),
+        ('"text": "text\\n0 é"', '"text": null'),
+        ('"loss": null', '"loss": "x"'),
+        ('"loss": null', '"loss": NaN'),
+        ('"kv_fraction": 0.1', '"kv_fraction": Infinity'),
+        ('"kv_fraction": 0.1', '"kv_fraction": "0.1"'),
+        ('"seconds": 1.5', '"seconds": null'),
+        ('"seconds": 1.5', '"seconds": true'),
+    ],
+)
+def test_a_field_with_a_value_of_another_kind_is_damage(tmp_path: Path, field: str, value: str) -> None:
+    """Scores and means of such values would be wrong, or not JSON."""
+    _write(tmp_path, 2)
+    text = (tmp_path / FILE).read_text()
+    edited = text.replace(field, value, 1)
+    assert edited != text
+    (tmp_path / FILE).write_text(edited)
+    with pytest.raises(SparsekvError, match=r"line 1 of .*answers.jsonl is damaged"), Answers(tmp_path):
+        pass
+
+
+def test_a_last_line_without_an_end_that_is_no_answer_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"id": 1, "said": "a file of another program"}')
+    with pytest.raises(SparsekvError, match=r"line 1 of .*answers.jsonl is damaged"), Answers(tmp_path):
+        pass
+    assert (tmp_path / FILE).read_text() == '{"id": 1, "said": "a file of another program"}'
+
+
 def test_a_full_disk_is_told_with_the_file_and_the_folder_is_free_again(tmp_path: Path) -> None:
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, most[1]))
