@@ -218,7 +218,7 @@ class _Table:
     Attributes:
         column: the first column behind the cells so far in the row.
         last: the column of the last cell in the row; None for a row without cells.
-        spans: number of further rows that a cell above spans, by column.
+        spans: number of rows, from this row on, that a cell of several rows spans, by column.
     """
 
     column: int = 0
@@ -227,18 +227,17 @@ class _Table:
 
     def row(self) -> None:
         """Begin a row."""
-        self.spans = {column: rows - (column >= self.column) for column, rows in self.spans.items() if rows}
+        self.spans = {column: rows - 1 for column, rows in self.spans.items() if rows > 1}
         self.column, self.last = 0, None
 
     def cell(self, attributes: dict[str, str | None]) -> int:
         """Begin a cell. Returns the number of column borders since the last cell of the row or the row's beginning."""
-        while self.spans.get(self.column):
-            self.spans[self.column] -= 1
+        while self.column in self.spans:
             self.column += 1
         borders, self.last = self.column - (self.last or 0), self.column
         columns, rows = (min(_number(attributes.get(name)) or 1, _MOST_COLUMNS) for name in ("colspan", "rowspan"))
         for column in range(self.column, self.column + columns if rows > 1 else 0):
-            self.spans[column] = rows - 1
+            self.spans[column] = max(rows, self.spans.get(column, 0))
         self.column += max(columns, 1)
         return borders
 
