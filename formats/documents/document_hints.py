@@ -57,6 +57,7 @@ def eval_hint(folder: Path, manifest: Manifest, *chosen: str) -> str:
 
 def tune_hint(folder: Path, target: TuneTarget) -> str:
     """Format the `tune` command that searches again for a default setting, with the same target and methods."""
-    of = [] if target.of is None else ["--of", f"{target.of:g}"]
+    # Numbers are written exactly: a share of 1.0 is all tokens, and 1 would be one token.
+    of = [] if target.of is None else ["--of", str(target.of)]
     among = (part for name in target.methods for part in ("--method", name))
-    return command("tune", "--index", folder, f"--target-{target.measure}", f"{target.value:g}", *of, *among)
+    return command("tune", "--index", folder, f"--target-{target.measure}", str(target.value), *of, *among)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from support.command import fails, run_here, shell
 
+from sparsekv.formats.documents.document_hints import tune_hint
 from sparsekv.formats.errors import command, is_text
 from sparsekv.formats.index.manifest import read_manifest, write_defaults
 from sparsekv.formats.index.schema import Defaults, TuneTarget
 from sparsekv.formats.models.find import EMBEDDED
+from sparsekv.runtime.selection.interface import Budget
 
 BUILD = ("build-index", "doc.txt", "--model", "model", "-q")
 SHOWN = re.compile(r"`(sparsekv [^`]+)`")
@@ -130,6 +132,20 @@ def test_a_character_that_is_cut_at_4_kib_does_not_make_a_file_a_text(
     file = tmp_path / "file"
     file.write_bytes(content)
     assert is_text(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "of", "written"),
+    [
+        (0.5, 1.0, "--target-recall 0.5 --of 1.0"),  # `--of 1` is one token
+        (0.5, 1_234_567, "--target-recall 0.5 --of 1234567"),
+        (0.9999999, 0.05, "--target-recall 0.9999999 --of 0.05"),
+    ],
+)
+def test_a_shown_target_is_the_same_target(value: float, of: float, written: str) -> None:
+    shown_target = TuneTarget(measure="recall", value=value, of=of)
+    assert tune_hint(Path("doc.skv"), shown_target) == f"`sparsekv tune --index doc.skv {written}`"
+    assert Budget.parse(written.split()[-1]) == Budget(of)
 
 
 def test_tune_is_shown_with_its_target_where_its_default_is_gone(place: Path) -> None:
