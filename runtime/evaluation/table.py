@@ -321,7 +321,9 @@ class Score:
 class Cell:
     """Mean score of one variant on the questions of one task, length and depth.
 
-    `depth` is the position of the needle or answer, as a share of the context: the centre of a bin of width 0.1.
+    `depth` is the position of the needle or answer, as a share of the context. It is the depth at which the task was to
+    put the needle, if the task's needles have at most MOST_DEPTHS such depths. Otherwise it is the centre of a bin of
+    width 0.1.
     """
 
     task: str
@@ -335,6 +337,8 @@ class Cell:
     score: float
 
 
+MOST_DEPTHS = 25
+"""Maximum number of different depths of a task's needles that are not put into bins."""
 Asked = tuple[Question, int]
 """A question of a context, and its number, from 1, among equal questions of this context."""
 
@@ -445,16 +449,26 @@ def cells(results: Iterable[Result]) -> list[Cell]:
     Questions without a depth, and questions about published contexts, which have no length, are left out.
     """
     found: dict[tuple[Any, ...], list[float]] = {}
-    for result in results:
-        depth, length = result.question.depth, result.context.length
-        if depth is not None and length is not None:
-            tenth = min(int(10 * depth), 9) / 10 + 0.05
-            key = (result.context.task, length, tenth, result.way, METRICS[result.question.metric])
-            found.setdefault(key, []).append(result.score)
+    kept = [one for one in results if one.question.depth is not None and one.context.length is not None]
+    placed: dict[str, set[float | None]] = {}
+    for result in kept:
+        placed.setdefault(result.context.task, set()).add(result.question.placed)
+    # Needles lie between sentences, so those of one wanted depth may be in two bins.
+    wanted = {task for task, depths in placed.items() if None not in depths and len(depths) <= MOST_DEPTHS}
+    for result in kept:
+        question = result.question
+        depth = question.placed if result.context.task in wanted else _tenth(question.depth or 0.0)
+        key = (result.context.task, result.context.length, depth, result.way, METRICS[result.question.metric])
+        found.setdefault(key, []).append(result.score)
     return [
         Cell(task, length, depth, **way.record(), questions=len(scores), score=metric.summary(_mean(scores)))
         for (task, length, depth, way, metric), scores in found.items()
     ]
+
+
+def _tenth(depth: float) -> float:
+    """Return the centre of a depth's bin of width 0.1."""
+    return min(int(10 * depth), 9) / 10 + 0.05
 
 
 def _read(shares: Sequence[float | None]) -> float | None:

@@ -6,7 +6,7 @@ The tasks are needles in haystacks, aggregation and variable tracking.
 import random
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
@@ -262,15 +262,24 @@ TOKENS_A_VALUE = 12  # enough for seven digits, a quote and a space in any token
 TOKENS_A_UUID = 48  # enough for 32 hexadecimal digits and four dashes, even if each is a token
 
 
-def question_of(words: Wording, text: str, keys: list[str], hidden: dict[str, list[str]], tokens: int) -> Question:
+def question_of(
+    words: Wording,
+    text: str,
+    keys: list[str],
+    hidden: dict[str, list[str]],
+    tokens: int,
+    placed: Mapping[str, float],
+) -> Question:
     """Make the question that asks for the values of some keys.
 
     Args:
         text: the context, in which the needles are.
         hidden: the values of each key.
         tokens: maximum number of answer tokens for each value.
+        placed: the depths at which needles were to be hidden, by needle.
     """
     answers = tuple(value for key in keys for value in hidden[key])
+    needle = words.needle.format(key=keys[0], value=answers[0]) if len(answers) == 1 else None
     query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
     ask, begin = (words.ask_one, words.one_is) if len(answers) == 1 else (words.ask_all, words.all_are)
     return Question(
@@ -279,7 +288,8 @@ def question_of(words: Wording, text: str, keys: list[str], hidden: dict[str, li
         answers=answers,
         metric="match-all",
         max_new_tokens=tokens * len(answers),
-        depth=depth_of(text, words.needle.format(key=keys[0], value=answers[0])) if len(answers) == 1 else None,
+        depth=None if needle is None else depth_of(text, needle),
+        placed=None if needle is None else placed[needle],
     )
 
 
@@ -314,11 +324,14 @@ class Needles(DrawnTask):
         placed = [(request.depth(offset + n, of, more), needle) for n, needle in enumerate(needles)]
         text = hide(rotated(sentences(request.text), drawn), placed, request, self.wording.introduction, self.name)
         asked = [[key] for key in keys] if self.asked == 1 else [drawn.sample(keys, self.asked) for _ in keys]
+        depths = {needle: depth for depth, needle in placed}
         return Context(
             task=self.name,
             name=f"{request.length} tokens, {number}",
             text=text,
-            questions=tuple(question_of(self.wording, text, one, hidden, TOKENS_A_VALUE) for one in asked[:questions]),
+            questions=tuple(
+                question_of(self.wording, text, one, hidden, TOKENS_A_VALUE, depths) for one in asked[:questions]
+            ),
             length=request.length,
         )
 
@@ -379,8 +392,10 @@ class NeedlesAlone(DrawnTask):
                 f"--length {request.length} is too small for {self.name}; give more tokens, or fewer --questions"
             )
         text, hidden = render(used), {key: [value] for key, value in zip(keys, values, strict=True)}
-        places = nearest([request.depth(one, request.asked()) for one in range(request.asked())], len(used))
-        questions = tuple(question_of(self.wording, text, [keys[one]], hidden, self.tokens) for one in places)
+        depths = [request.depth(one, request.asked()) for one in range(request.asked())]
+        places = nearest(depths, len(used))
+        placed = {lines[place]: depth for place, depth in zip(places, depths, strict=True)}
+        questions = tuple(question_of(self.wording, text, [keys[one]], hidden, self.tokens, placed) for one in places)
         return Context(self.name, f"{request.length} tokens, {number}", text, questions, request.length)
 
 

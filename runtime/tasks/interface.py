@@ -27,6 +27,8 @@ class Question:
         prefix: beginning of the answer, which the model continues.
         depth: position of the answer, or of its needle, as a share of the document's characters; None if there is no
             single or no known position.
+        placed: the depth at which a task was to put the needle; None if it was to be nowhere in particular. The needle
+            lies between sentences near this depth.
         classes: labels of a classification.
         needle: the sentence at `depth` that has the answer; empty if the answer itself is at `depth`.
         earlier: in a conversation, the questions of the turns before this one.
@@ -38,6 +40,7 @@ class Question:
     max_new_tokens: int
     prefix: str = ""
     depth: float | None = None
+    placed: float | None = None
     classes: tuple[str, ...] = ()
     needle: str = ""
     earlier: tuple["Question", ...] = ()

@@ -179,7 +179,9 @@ class LinkedFacts(DrawnTask):
         placed = [fact for group in groups for fact in group.hidden]
         text = hide(rotated(sentences(request.text), drawn), placed, request, self.introduction, self.name)
         questions = tuple(
-            replace(group.question, depth=depth_of(text, group.hidden[0][1]) if len(group.hidden) == 1 else None)
+            replace(group.question, depth=depth_of(text, group.hidden[0][1]), placed=group.hidden[0][0])
+            if len(group.hidden) == 1
+            else group.question
             for group in groups[: request.asked()]
         )
         return Context(self.name, f"{request.length} tokens, {number}", text, questions, request.length)

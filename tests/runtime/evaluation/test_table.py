@@ -144,6 +144,19 @@ def test_cells_are_tenths_of_the_depth() -> None:
     assert found == [(0.15, 2, 50.0), (0.25, 1, 100.0), (0.95, 1, 0.0)]
 
 
+def test_cells_are_of_the_wanted_depths_where_these_are_few() -> None:
+    """Needles that were to be at one depth lie between sentences around it, on both sides of a border of two bins."""
+    context = _context("one", 0.498, 0.503, 0.897)
+    asked = [replace(one, placed=at) for one, at in zip(context.questions, (0.5, 0.5, 0.9), strict=True)]
+    few = replace(context, questions=tuple(asked))
+    texts = ("yes", "no", "yes")
+    found = cells([_result(few, number, DENSE, text) for number, text in enumerate(texts)])
+    assert [(cell.depth, cell.questions, cell.score) for cell in found] == [(0.5, 2, 50.0), (0.9, 1, 100.0)]
+    many = _context("many", *(number / 30 for number in range(30)))
+    spread = replace(many, questions=tuple(replace(one, placed=one.depth) for one in many.questions))
+    assert len(cells([_result(spread, number, DENSE, "yes") for number in range(30)])) == 10
+
+
 def test_one_token_and_everything_are_two_ways() -> None:
     context = _context("one", 0.1)
     token, everything = (Variant("dense", "quest", "", Budget.parse(text)) for text in ("1", "100%"))

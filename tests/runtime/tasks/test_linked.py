@@ -73,6 +73,7 @@ def test_a_semantic_needle_stands_at_its_depth_and_fits_no_other_question(
             f"The person who {link} is",
         )
         assert question.depth == context.text.index(needle) / len(context.text)
+        assert question.placed == depth
         # at most one sentence away, of which the longest have 400 characters
         assert abs(places[needle] - depth * size) <= 402
     assert count_words(context.text) <= length

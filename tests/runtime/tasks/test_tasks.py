@@ -96,6 +96,7 @@ def test_a_needle_stands_at_its_depth(name: str, seed: int, length: int, questio
         before = re.sub(f"{NEEDLE} ?", "", body[: found.start()])
         # at most one sentence away, of which the longest have 400 characters
         assert abs(len(before) - depth * len(hay)) <= 402
+    assert all(one.placed == (None if one.depth is None else depth) for one in context.questions)
     assert count_words(context.text) <= length
 
 
