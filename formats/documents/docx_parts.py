@@ -65,7 +65,7 @@ def prepared(parts: zipfile.ZipFile) -> io.BytesIO:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         for name in names:
-            part = _with_boxes(parts.read(name))
+            part = _readable(parts.read(name))
             folder, _, base = name.rpartition("/")
             rules, styles = (f"{folder}/{one}.xml".lstrip("/") for one in ("numbering", "styles"))
             if re.fullmatch(r"document\d*\.xml", base) and rules in names:
@@ -74,23 +74,34 @@ def prepared(parts: zipfile.ZipFile) -> io.BytesIO:
     return made
 
 
-def _with_boxes(part: bytes) -> bytes:
-    """Return a part in which mammoth reads the text of all text boxes.
+def _readable(part: bytes) -> bytes:
+    """Return a part in which mammoth reads the text of all text boxes, and each cell of a table in its column.
 
     mammoth reads no text of a drawing. If a content has alternatives, it reads only the fallback, which may be missing
-    or a picture.
+    or a picture. It ignores the number of columns that a row leaves free before its first cell.
     """
     plain = part.replace(b"\0", b"")  # of a part in UTF-16
-    if b"AlternateContent" not in plain and b"txbxContent" not in plain:
+    if not any(name in plain for name in (b"AlternateContent", b"txbxContent", b"gridBefore")):
         return part
     root = ElementTree.fromstring(part)
     waiting = [root]
     while waiting:
         element = waiting.pop()
-        element[:] = list(_read_children(element))
+        element[:] = [*_free_cell(element), *_read_children(element)]
         waiting += element
     rewritten: bytes = ElementTree.tostring(root, encoding="utf-8")
     return rewritten
+
+
+def _free_cell(element: ElementTree.Element) -> Iterator[ElementTree.Element]:
+    """Yield an empty cell that spans the columns before a row's first cell, if the element is such a row."""
+    free = _find(element, "trPr/gridBefore")
+    if free is not None and _whole(_attribute(free, "val")):
+        space = element.tag.rpartition("}")[0]
+        cell = ElementTree.Element(f"{space}}}tc")
+        ElementTree.SubElement(ElementTree.SubElement(cell, f"{space}}}tcPr"), f"{space}}}gridSpan", free.attrib)
+        ElementTree.SubElement(cell, f"{space}}}p")
+        yield cell
 
 
 _COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"

@@ -215,6 +215,15 @@ def test_text_in_fields_and_in_other_directions_is_text(body: str, text: str) ->
     assert extractors.docx_text(docx(f"<w:p>{body}</w:p>")) == text
 
 
+def test_a_cell_behind_free_columns_is_in_its_own() -> None:
+    cells = "".join(f"<w:tc>{paragraph(text)}</w:tc>" for text in "abc")
+    rows = "".join(
+        f"<w:tr><w:trPr><w:gridBefore w:val='{columns}'/></w:trPr><w:tc>{paragraph(text)}</w:tc></w:tr>"
+        for columns, text in ((2, "d"), (0, "e"))
+    )
+    assert extractors.docx_text(docx(f"<w:tbl><w:tr>{cells}</w:tr>{rows}</w:tbl>")) == "a | b | c\n |  | d\ne"
+
+
 def test_breaks_of_pages_and_spaces_before_code_are_kept() -> None:
     broken = "<w:r><w:t>end</w:t><w:br w:type='page'/><w:t>new</w:t><w:br w:type='column'/><w:t>last</w:t></w:r>"
     code = "<w:r><w:t xml:space='preserve'>    if x:</w:t><w:br/><w:t xml:space='preserve'>  y</w:t></w:r>"
