@@ -87,7 +87,7 @@ def evaluate_methods(call: EvalCall) -> None:
         records = (recipe.answer_record(result, about) for result in results)
         write_answers(records, options.answers, quiet=options.run.quiet)
     print_rows(found, places, about, options.format)
-    note_wrong_baselines(found, quiet=options.run.quiet)
+    note_wrong_baselines(found, cut=options.max_new_tokens is not None, quiet=options.run.quiet)
     note_few_contexts(found, quiet=options.run.quiet)
 
 

@@ -95,13 +95,18 @@ def note_few_contexts(rows: Sequence[Score], *, quiet: bool) -> None:
         note(f"the intervals of {_counted(fewest)} {why}; ask about {FEW_CONTEXTS} contexts or more", quiet=quiet)
 
 
-def note_wrong_baselines(rows: Sequence[Score], *, quiet: bool) -> None:
-    """Print a note that names the tasks, with lengths, in which dense attention answers no question rightly, if any."""
+def note_wrong_baselines(rows: Sequence[Score], *, cut: bool = False, quiet: bool) -> None:
+    """Print a note that names the tasks, with lengths, in which dense attention answers no question rightly, if any.
+
+    Args:
+        cut: the user set the largest number of tokens of an answer, which may be too few for a right one.
+    """
     wrong = [row for row in rows if row.difference is None and row.turn is None and row.unit == "%" and row.score == 0]
     if wrong:
         named = [row.task if row.length is None else f"{row.task} of {row.length:,} tokens" for row in wrong]
         told = f"dense attention has 0% in {', '.join(dict.fromkeys(named))}, so no row there shows a method's loss"
-        note(f"{told}; take a larger model or an easier task", quiet=quiet)
+        larger = "a larger --max-new-tokens, a larger model" if cut else "a larger model"
+        note(f"{told}; take {larger} or an easier task", quiet=quiet)
 
 
 def note_unbuilt(contexts: int, *, quiet: bool) -> None:

@@ -24,6 +24,10 @@ def test_a_task_without_right_answers_of_dense_attention_is_named(capsys: pytest
         "dense attention has 0% in sums of 2,048 tokens, so no row there shows a method's loss; take a larger model or "
         "an easier task"
     )
+    note_wrong_baselines([NONE], cut=True, quiet=False)
+    assert "; take a larger --max-new-tokens, a larger model or an easier task" in " ".join(
+        capsys.readouterr().err.split()
+    )
     note_wrong_baselines([right], quiet=False)
     note_wrong_baselines([NONE], quiet=True)
     assert capsys.readouterr().err == ""
