@@ -128,7 +128,7 @@ def inspect(
     inspection = _inspection(artifact, described or {name: [] for name in names}, shown, words, verified=verify)
     if html is not None:
         texts = [] if tokenizer is None else _token_texts(tokenizer, ids)
-        write_html(inspection_page(inspection, described, shown, texts), html, quiet=quiet)
+        write_html(inspection_page(finite_numbers(inspection), described, shown, texts), html, quiet=quiet)
     if plot is not None:
         _plot(artifact, described, plot)
         note(f"plot: {plot}", quiet=quiet)

@@ -52,10 +52,12 @@ def test_json_has_null_for_what_a_stranger_wrote_in_the_place_of_a_number(place:
         fields["methods"]["squeezed"]["parameters"]["x"] = math.inf
 
     reseal(place / "doc.skv", change)
-    outcome = run_here("inspect", "--json", "-q")
+    outcome = run_here("inspect", "--json", "--html", "page.html", "-q")
     assert outcome.code == 0, outcome.stderr
     found = json.loads(outcome.stdout, parse_constant=pytest.fail)
     assert found["methods"]["squeezed"]["parameters"]["x"] is None
+    page = (place / "page.html").read_text().split('id="data">')[1].split("</script>")[0]
+    assert json.loads(page, parse_constant=pytest.fail)["inspection"] == found
 
 
 def test_json_has_each_layers_lists_beside_the_other_methods_clusters(lists: Artifact) -> None:
