@@ -28,8 +28,8 @@ _READ = frozenset(
         *("utf-8", "utf-16", "utf-16-le", "utf-16-be", "ascii", "koi8-r", "koi8-u", "cp874"),
         *(f"cp{number}" for number in range(1250, 1259)),
         *(f"iso8859-{part}" for part in range(1, 17)),
-        *("cp932", "shift_jis", "euc_jp", "iso2022_jp", "euc_kr", "cp949"),
-        *("gb18030", "gbk", "gb2312", "big5", "big5hkscs"),
+        *("cp932", "shift_jis", "euc_jp", "iso2022_jp", "euc_kr", "cp949", "iso2022_kr"),
+        *("gb18030", "gbk", "gb2312", "hz", "big5", "big5hkscs"),
     }
 )
 """Python's names of the encodings that are accepted when a page declares them or they are detected.

@@ -62,14 +62,16 @@ def test_a_page_declares_its_encoding(page: bytes, encoding: str | None) -> None
 @pytest.mark.parametrize(
     ("name", "encoding", "text"),
     [
-        ("iso-2022-jp", "iso2022_jp", JAPANESE),  # its bytes are valid UTF-8, too
+        ("iso-2022-jp", "iso2022_jp", JAPANESE),  # the bytes of the first three are valid UTF-8, too
+        ("iso-2022-kr", "iso2022_kr", "안녕하세요"),
+        ("hz-gb-2312", "hz", "今天天气"),
         ("iso-8859-11", "cp874", "\u201cไทย\u201d"),
         ("shift_jis", "cp932", "①㈱"),
         ("euc-kr", "cp949", "똠방"),
         ("big5", "big5hkscs", "嘅"),
     ],
 )
-def test_a_declared_page_is_read_as_browsers_read_it(tmp_path: Path, name: str, encoding: str, text: str) -> None:
+def test_a_page_is_read_as_it_declares(tmp_path: Path, name: str, encoding: str, text: str) -> None:
     path = tmp_path / "page.html"
     path.write_bytes(f"<meta charset={name}><p>".encode() + text.encode(encoding))
     assert read_document(str(path)) == text
