@@ -239,10 +239,12 @@ def test_hostile_documents_stay_text(shown: Show, text: str) -> None:
     assert one.page.locator("script, style, img, iframe, svg svg, base, link").count() == 3
 
 
-def evaluation(cells: list[dict[str, Any]]) -> Page:
-    """An evaluation of dense attention and codes, with needles by depth in some `cells`."""
+def evaluation(cells: list[dict[str, Any]], *more: float) -> Page:
+    """An evaluation of dense attention and codes, at 5% and at `more` budgets, with needles by depth in some
+    `cells`."""
     way = {"task": "niah-single", "length": 600, "prefill": "dense", "method": "dense", "variant": "", "budget": None}
     counted = {
+        "tokens": 600.0,
         "turn": None,
         "metric": "exact",
         "unit": "%",
@@ -255,9 +257,9 @@ def evaluation(cells: list[dict[str, Any]]) -> Page:
     dense = {**way, **counted, **nothing, "score": 80.0, "score_low": 70.0, "score_high": 90.0}
     compared = {"difference": -5.0, "difference_low": -9.0, "difference_high": 1.0, "same_as_dense": 75.0}
     compared["kv_fraction"] = 0.1
-    other = {**dense, **compared, "method": "codes", "budget": 0.05, "score": 75.0}
+    others = [{**dense, **compared, "method": "codes", "budget": one, "score": 75.0} for one in (0.05, *more)]
     depths = [{**way, "questions": 4, **cell} for cell in cells]
-    record = {"document": "doc", "model": "m", "seed": 0, "work": "w", "rows": [dense, other], "depths": depths}
+    record = {"document": "doc", "model": "m", "seed": 0, "work": "w", "rows": [dense, *others], "depths": depths}
     return evaluation_page(json.loads(json.dumps(record)))
 
 
@@ -285,3 +287,15 @@ def test_an_evaluation_says_intervals(shown: Show) -> None:
     assert "dense attention: 80.0 [70.0, 90.0]" in (figure.text_content() or "")
     assert column(one, "difference to dense") == ["", "\u22125.0"]
     assert one.page.locator("figure.heat-map rect").count() == 1
+
+
+def test_budgets_are_sorted_by_tokens(shown: Show) -> None:
+    """A share of 100% is more than 20 tokens, and 20 tokens of 600 are less than 5%."""
+    one = shown(evaluation([], 20, 1.0))
+    one.page.get_by_role("button", name="budget").click()
+    assert column(one, "budget") == ["100%", "5%", "20", ""]
+
+
+def test_depths_are_in_whole_percent(shown: Show) -> None:
+    one = shown(evaluation([{"depth": depth, "score": 75.0} for depth in (1 / 6, 0.5)]))
+    assert one.page.locator("figure.heat-map svg text").all_text_contents()[:2] == ["17%", "50%"]

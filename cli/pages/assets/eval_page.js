@@ -11,10 +11,15 @@ const withInterval = (value, low, high) => (low === null ? one(value) : `${one(v
 const signed = (value) => (value === null ? "" : value > 0 ? `+${one(value)}` : one(value));
 const bound = (value) => (value === null ? "" : one(value));
 
+/** A budget in tokens, by which a share and a number of tokens are sorted; a share of sinks and tail counts, too. */
+function budgetTokens(row) {
+  return row.budgetText.endsWith("%") ? row.budget * row.tokens : row.budget;
+}
+
 const columns = [
   ...(several ? [{ name: "prefill", value: (row) => row.prefill }] : []),
   { name: "method", value: wayOf },
-  { name: "budget", value: (row) => row.budget, text: (value, row) => row.budgetText, number: true },
+  { name: "budget", value: budgetTokens, text: (value, row) => row.budgetText, number: true },
   { name: "score", value: (row) => row.score, text: one, number: true },
   { name: "from", value: (row) => row.score_low, text: bound, number: true },
   { name: "to", value: (row) => row.score_high, text: bound, number: true },
@@ -59,7 +64,7 @@ function depthSection() {
     const lengths = [...new Set(cells.map((cell) => cell.length))].sort((a, b) => a - b);
     const depths = [...new Set(cells.map((cell) => cell.depth))].sort((a, b) => a - b);
     const values = depths.map((depth) => lengths.map((length) => cells.find((cell) => cell.depth === depth && cell.length === length)?.score ?? null));
-    return heatMap(`${cells[0].task}, ${withBudget(lineOf(cells[0]), cells[0])}`, values, { name: "depth", of: depths.map(axisPercent) }, { name: "tokens", of: lengths.map(count) }, { name: "score", text: one }, [0, 100]);
+    return heatMap(`${cells[0].task}, ${withBudget(lineOf(cells[0]), cells[0])}`, values, { name: "depth", of: depths.map((depth) => `${fixed(100 * depth, 0)}%`) }, { name: "tokens", of: lengths.map(count) }, { name: "score", text: one }, [0, 100]);
   });
   return maps.length ? section("Needles by depth and length", element("div", { class: "plots" }, maps)) : null;
 }
