@@ -337,6 +337,8 @@ class _Renderer(HTMLParser):
             self._break(2 if tag in _PARAGRAPHS else 1)
         if tag == "table":
             self._tables.append(_Table())
+        elif tag in ("thead", "tbody", "tfoot") and self._tables:
+            self._tables[-1].spans = {}  # a cell ends with its group of rows
         elif tag == "tr" and self._tables:
             self._gap = self._gap if self._tables[-1].last is None else 1  # no blank line between two rows
             self._tables[-1].row()

@@ -91,6 +91,7 @@ def test_pages_begin_where_the_file_begins_them(tmp_path: Path) -> None:
         ("<table><tr><td rowspan=2>A<td>1<tr><td>2<tr><td>B<td>3</table>", "A | 1\n | 2\nB | 3"),
         ("<table><tr><td>1<td rowspan=2>A<tr><td>2<tr><td>3<td>B</table>", "1 | A\n2\n3 | B"),
         ("<table><tr><td>1<td rowspan=2>2<td>3<tr><td colspan=2>4<tr><td>5<td>6</table>", "1 | 2 | 3\n4\n5 | 6"),
+        ("<table><thead><tr><th rowspan=2>a<th>b<tbody><tr><td>1<td>2</table>", "a | b\n1 | 2"),
         ("<table><tr><td colspan=2>all<td>5<tr><td>1<td>2<td>3</table>", "all |  | 5\n1 | 2 | 3"),
         ("<table><tr><td rowspan=2 colspan=2>A<td>1<tr><td>2<nav><tr><td>x</nav></table>", "A |  | 1\n |  | 2"),
         ("<ul><li><input type=checkbox checked>a<li><input type=checkbox> b</ul><input>", "- [x] a\n- [ ] b"),
