@@ -41,6 +41,7 @@ _BROWSERS = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "i
 _BROWSERS |= {"gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs"}
 """Maps declared or detected encodings to encodings with more characters, in which browsers read such texts."""
 _DECLARED = re.compile(rb"""<(?:meta\b[^>]*?\bcharset|\?xml\b[^>]*?\bencoding)\s*=\s*["']?\s*([\w.:-]{1,40})""", re.I)
+_COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
 _DECLARATION = 4096
 """Number of first bytes of a page in which it declares its encoding."""
 _CONTROLS = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
@@ -51,7 +52,7 @@ def declared_encoding(page: bytes) -> str | None:
 
     Returns None if the page declares no encoding, or if it declares UTF-16 or an encoding that is not in `_READ`.
     """
-    found = _DECLARED.search(page[:_DECLARATION])
+    found = _DECLARED.search(_COMMENT.sub(b"", page[:_DECLARATION]))
     name = None if found is None else _python_name(found[1].decode("ascii", "replace"))
     if name is None or name.startswith("utf-16"):  # a page whose declaration can be read is not in UTF-16
         return None

@@ -49,6 +49,9 @@ def test_what_is_not_certain_has_none(data: bytes) -> None:
         (b"<meta charset=punycode>", None),
         (b"<meta charset=rot13>", None),
         (b"<p>charset=cp1251", None),
+        (b"<!-- <meta charset=cp1251> --><meta charset=koi8-r>", "koi8-r"),
+        (b"<!-- <meta charset=cp1251> -->", None),
+        (b"<!-- not ended <meta charset=cp1251>", None),
     ],
 )
 def test_a_page_declares_its_encoding(page: bytes, encoding: str | None) -> None:
