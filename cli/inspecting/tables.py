@@ -95,10 +95,17 @@ def _weights(weights: str | None) -> str:
 
 
 def _facts(inspection: dict[str, Any]) -> Table:
-    split, layers, sizes = inspection["split"], inspection["layers"], inspection["bytes"]
     table = Table(box=None, show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
+    for name, fact in facts_of(inspection).items():
+        table.add_row(name, fact)
+    return table
+
+
+def facts_of(inspection: dict[str, Any]) -> dict[str, str]:
+    """Return what table and page say of an index as a whole: a text for each name."""
+    split, layers, sizes = inspection["split"], inspection["layers"], inspection["bytes"]
     facts = {
         "index": f"{inspection['index']} (built {inspection['created']})",
         "model": f"{inspection['model']['id']}, {inspection['dtype']}" + _weights(inspection["model"]["weights"]),
@@ -121,9 +128,7 @@ def _facts(inspection: dict[str, Any]) -> Table:
     }
     if inspection["defaults"] is not None:
         facts["default"] = _default(inspection["defaults"])
-    for name, fact in facts.items():
-        table.add_row(name, fact)
-    return table
+    return facts
 
 
 def _files(inspection: dict[str, Any]) -> str:
@@ -308,5 +313,5 @@ def inspection_page(
         }
         for name, found in described.items()
     }
-    data = {"inspection": inspection, "positions": positions, "texts": [*texts]}
+    data = {"inspection": inspection, "facts": facts_of(inspection), "positions": positions, "texts": [*texts]}
     return report_page(f"What is in {Path(inspection['index']).name}", data, "inspect_clusters.js", "inspect_page.js")

@@ -214,12 +214,13 @@ def inspection(text: str) -> Page:
     texts = [f"w{number} " if number % 6 else f"w{number}. " for number in range(24)]
     texts[10] = text
     places = {text: {"biggest": [[8, 10]], "most_spread": [[8, 10]]}}
-    data = {"inspection": told, "positions": places, "texts": texts}
+    data = {"inspection": told, "facts": {"prefill": text}, "positions": places, "texts": texts}
     return report_page(text, data, "inspect_clusters.js", "inspect_page.js")
 
 
 def test_clusters_are_shown_in_their_sentences(shown: Show) -> None:
     one = shown(inspection("word"))
+    assert one.page.locator(".facts-list").text_content() == "prefillword"
     passage = one.page.locator(".passage").first
     assert passage.text_content() == "w7 w8 w9 wordw11 w12. "
     assert passage.locator("mark").all_text_contents() == ["w8 ", "word"]

@@ -1,6 +1,6 @@
 // The page of `inspect`.
 
-const { inspection, positions, texts } = pageData();
+const { inspection, facts, positions, texts } = pageData();
 const three = (value) => (value === null ? "none" : fixed(value, 3));
 const megabytes = (bytes) => `${fixed(bytes / 1e6, 1)} MB`;
 
@@ -8,19 +8,10 @@ function column(name, text = count, title = name.replaceAll("_", " ")) {
   return { name: title, value: (row) => row[name], text, number: true };
 }
 
-function facts() {
-  const { split, layers, bytes, defaults } = inspection;
-  const rows = [
-    ["built", inspection.created], ["model", `${inspection.model.id}, ${inspection.dtype}`],
-    ["tokens", `${count(split.tokens)}: ${count(split.sinks)} sinks, ${count(split.middle)} indexed, ${count(split.tail)} tail`],
-    ["layers", `${layers.all}, ${layers.indexed} of them indexed`],
-    ["chat template", inspection.chat_template ? "around document and question" : "none (--raw)"],
-    ["sha256", inspection.verified ? "every file is right" : "not rechecked (--verify)"],
-    defaults ? ["default", `${defaults.method} ${defaults.variant} at ${axisPercent(defaults.budget)}`] : null,
-  ];
-  const sizes = Object.entries(bytes).map(([name, size]) => ({ name, size }));
+function factSection() {
+  const sizes = Object.entries(inspection.bytes).map(([name, size]) => ({ name, size }));
   return section("The index",
-    element("dl", { class: "facts-list" }, rows.filter((row) => row).map(([name, fact]) => element("div", {}, element("dt", {}, name), element("dd", {}, quoted(fact))))),
+    element("dl", { class: "facts-list" }, Object.entries(facts).map(([name, fact]) => element("div", {}, element("dt", {}, name), element("dd", {}, quoted(fact))))),
     dataTable("What lies on disk", [{ name: "part", value: (row) => row.name }, { name: "size", value: (row) => row.size, text: megabytes, number: true }], sizes));
 }
 
@@ -66,4 +57,4 @@ function methodSection([name, method]) {
     levels(method.layers), blocks(method.blocks), lists(method.lists));
 }
 
-showReport("What is in an index", [inspection.index, inspection.model.id], facts(), Object.entries(inspection.methods).map(methodSection));
+showReport("What is in an index", [inspection.index, inspection.model.id], factSection(), Object.entries(inspection.methods).map(methodSection));

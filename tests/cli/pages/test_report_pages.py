@@ -50,6 +50,16 @@ def test_an_inspection_page_has_the_numbers_of_json_and_the_clusters_tokens(plac
         assert spreads[0] >= max(cluster["key_spread"] for cluster in method["biggest"])
 
 
+def test_an_inspection_page_has_the_facts_of_the_table(place: Path) -> None:
+    """Also that its keys and values are those of a sparse prefill, which is a fact of every number on the page."""
+    build = ("build-index", "doc.txt", "-o", "sparse.skv", "--model", "model", "--prefill", "quoka", "-q")
+    assert run_here(*build, "--max-tokens", "600").code == 0
+    facts = page_of("inspect", "--index", "sparse.skv", "-q").data()["facts"]
+    assert (facts["prefill"], facts["cut"]) == ("quoka", "after 600 tokens of the document (--max-tokens)")
+    rows = [row.split() for row in run_here("inspect", "--index", "sparse.skv").stdout.splitlines()]
+    assert all(name.split() in [row[: len(name.split())] for row in rows] for name in facts)
+
+
 def test_an_evaluation_page_has_the_numbers_of_json(place: Path) -> None:
     data = page_of(*EVAL, *ASKED).data()
     budgets = data.pop("budgets")
