@@ -22,6 +22,7 @@ from sparsekv.kernels.attention.compiled_step_numba import (
     join,
     largest_of,
     longs,
+    move_block,
     share_of,
     thread_count,
     thread_number,
@@ -66,16 +67,21 @@ def weights_of(job):
 
 @njit(inline="always")
 def parts_of(job, threads):
-    """View the threads' partial outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2]."""
+    """View the threads' partial outputs [threads, H, G, D], and their largest logits and sums [threads, H, G, 2].
+
+    The third array, [threads, G, D], has the sum of a block of rows of one head for each thread.
+    """
     H, G, D = job.H, job.G, job.D
-    address = job.scratch + 8 * H * job.C + 4 * H * G * (job.C + job.budget + job.E)
-    return floats(address, (threads, H, G, D)), floats(address + 4 * threads * H * G * D, (threads, H, G, 2))
+    outputs = job.scratch + 8 * H * job.C + 4 * H * G * (job.C + job.budget + job.E)
+    sums = outputs + 4 * threads * H * G * D
+    blocks = sums + 8 * threads * H * G
+    return floats(outputs, (threads, H, G, D)), floats(sums, (threads, H, G, 2)), floats(blocks, (threads, G, D))
 
 
 def scratch_size(job: Any, threads: int) -> int:
     """Return the size of the scratch memory in 32-bit words."""
-    H, G, C = job.H, job.G, job.C
-    size: int = H * (2 * C + G * (C + job.budget + job.E + threads * (job.D + 2)))
+    H, G, D, C = job.H, job.G, job.D, job.C
+    size: int = H * (2 * C + G * (C + job.budget + job.E + threads * (D + 2))) + threads * G * D
     return size
 
 
@@ -160,23 +166,24 @@ def _attend(job, thread, threads):
     """
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     query, starts = floats(job.query, (H, G, D)), longs(job.starts, (H, C))
-    weights, lengths, (parts, sums) = weights_of(job), lengths_of(job), parts_of(job, threads)
-    clear(parts[thread], sums[thread])
+    weights, lengths, (parts, sums, blocks) = weights_of(job), lengths_of(job), parts_of(job, threads)
+    block = blocks[thread]
+    clear(parts[thread], sums[thread], block)
     for h in range(H):
         start, stop = share_of(h * each, each, H * each, thread, threads)
         first, last = share_of(h * C, C, H * C, thread, threads) if job.replace else (0, 0)
         if start < stop or first < last:
-            pieces = start, stop, first, last
-            _attend_head(job, h, query[h], lengths[h], starts[h], weights[h], parts[thread, h], sums[thread, h], pieces)
+            pieces, part = (start, stop, first, last), parts[thread, h]
+            _attend_head(job, h, query[h], lengths[h], starts[h], weights[h], part, block, sums[thread, h], pieces)
 
 
 @njit(inline="always")
-def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
+def _attend_head(job, h, query, lengths, starts, weights, part, block, sums, pieces):
     """Attend to a thread's rows and centroids of one head.
 
     Write the rows' logits to `weights` after the logits of the clusters, and then add the weighted values to `part`.
     `pieces` is the range of the rows (start, stop) and that of the centroids (first, last). The chosen rows are counted
-    from 0, and the exact rows follow them.
+    from 0, and the exact rows follow them. `block` is a buffer of zeros for `add_rows`.
     """
     (start, stop, first, last), D, C, E = pieces, job.D, job.C, job.E
     keys, values = floats(job.keys + h * job.key_step, (1, D)), floats(job.values + h * job.value_step, (1, D))
@@ -192,14 +199,16 @@ def _attend_head(job, h, query, lengths, starts, weights, part, sums, pieces):
     first_exact, last_exact = max(start - job.budget, 0), stop - job.budget
     write_logits(job, query, exact_keys, first_exact, last_exact, weights, always)
     to_weights(weights, sums, C + start, C + stop, first, last)
-    begin = 0
+    begin, held = 0, np.int64(0)
     for c in range(C):
         if lengths[c] > 0:
             low, high, ahead = max(start, begin), min(stop, begin + lengths[c]), begin - starts[c]
-            add_rows(part, weights, C + ahead, values, low - ahead, high - ahead, None)
+            held = add_rows(part, block, held, weights, C + ahead, values, low - ahead, high - ahead, None)
             begin += lengths[c]
-    add_rows(part, weights, always, exact_values, first_exact, last_exact, None)
-    add_rows(part, weights, np.int64(0), floats(job.stand_values, (job.H, C, D))[h], first, last, None)
+    held = add_rows(part, block, held, weights, always, exact_values, first_exact, last_exact, None)
+    stand_values = floats(job.stand_values, (job.H, C, D))[h]
+    add_rows(part, block, held, weights, np.int64(0), stand_values, first, last, None)
+    move_block(part, block)
 
 
 def _step(version):
@@ -213,7 +222,7 @@ def _step(version):
         _attend(one, thread, threads)
         wait_for_all()
         if thread == 0:
-            parts, sums = parts_of(one, threads)
+            parts, sums, _ = parts_of(one, threads)
             join(one, parts, sums)
 
     return step

@@ -31,6 +31,7 @@ from sparsekv.kernels.attention.compiled_step_numba import (
     join,
     largest_of,
     load_lanes,
+    move_block,
     no_lanes,
     plus,
     plus_times,
@@ -54,7 +55,7 @@ NUMBER = 4  # bytes of a float32 or an int32
 Job = job_type("turn books codes labels centroids counts masses rest_values", "M parts size")
 """M is the number of keys of a head. A key's code has `parts` bytes, each for a part of `size` channels."""
 JOB = np.dtype(Job)
-Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs sums done end")
+Memory = namedtuple("Memory", "scores found taken weights tables logits bins lanes outputs blocks sums done end")
 
 
 def place_arrays(job, threads):
@@ -78,6 +79,7 @@ def place_arrays(job, threads):
         bins: [threads, H, BINS] int32, the histogram of the scores.
         lanes: [threads, fours * (D + size) + SCANNED, LANES], see `lanes_of`.
         outputs: [threads, H, G, D], partial outputs.
+        blocks: [threads, G, D], the sum of a block of rows of one head.
         sums: [threads, H, G, 2], the largest logit and the sum of exponentials of each partial output.
     """
     H, G, D, C = job.H, job.G, job.D, job.C
@@ -89,9 +91,11 @@ def place_arrays(job, threads):
     bins = logits + NUMBER * threads * G * (C + job.E)
     lanes = bins + NUMBER * threads * H * BINS
     outputs = lanes + NUMBER * threads * (job.fours * (D + job.size) + SCANNED) * LANES
-    sums = outputs + NUMBER * threads * H * G * D
+    blocks = outputs + NUMBER * threads * H * G * D
+    sums = blocks + NUMBER * threads * G * D
     done = sums + NUMBER * threads * H * G * 2
-    return Memory(job.scratch, found, taken, weights, tables, logits, bins, lanes, outputs, sums, done, done + NUMBER)
+    own = tables, logits, bins, lanes, outputs, blocks, sums
+    return Memory(job.scratch, found, taken, weights, *own, done, done + NUMBER)
 
 
 memory_of = njit(inline="always")(place_arrays)
@@ -476,20 +480,21 @@ def _attend(job, memory, thread, threads):
     """
     H, G, D, C, each = job.H, job.G, job.D, job.C, job.budget + job.E
     outputs, sums = floats(memory.outputs, (threads, H, G, D))[thread], floats(memory.sums, (threads, H, G, 2))[thread]
-    clear(outputs, sums)
+    block = floats(memory.blocks, (threads, G, D))[thread]
+    clear(outputs, sums, block)
     for h in range(H):
         start, stop = share_of(h * each, each, H * each, thread, threads)
         first, last = share_of(h * C, C, H * C, thread, threads) if job.replace else (0, 0)
         if start < stop or first < last:
-            _attend_head(job, memory, h, outputs[h], sums[h], start, stop, first, last)
+            _attend_head(job, memory, h, outputs[h], block, sums[h], start, stop, first, last)
 
 
 @njit(inline="always")
-def _attend_head(job, memory, h, output, sums, start, stop, first, last):
+def _attend_head(job, memory, h, output, block, sums, start, stop, first, last):
     """Attend to a thread's rows of one head, from `start` up to `stop`, and to its centroids, `first` up to `last`.
 
     The chosen rows are counted from 0, and the exact rows follow them. Write the logits of the chosen rows, and then
-    add the weighted values of all rows and centroids to `output`.
+    add the weighted values of all rows and centroids to `output`. `block` is a buffer of zeros for `add_rows`.
     """
     H, D, M, C, E, budget = job.H, job.D, job.M, job.C, job.E, job.budget
     query, found = floats(job.query, (H, job.G, D))[h], ints(memory.found, (H, M))[h]
@@ -498,9 +503,10 @@ def _attend_head(job, memory, h, output, sums, start, stop, first, last):
     weights, chosen = weights_of(job, memory)[h], min(stop, budget)
     write_listed_logits(job, query, keys, values, found, start, chosen, weights, C)
     to_weights(weights, sums, C + start, C + stop, first, last)
-    add_rows(output, weights, C, floats(values, (M, D)), start, chosen, found)
-    add_rows(output, weights, C + budget, exact, max(start - budget, 0), stop - budget, None)
-    add_rows(output, weights, np.int64(0), floats(job.rest_values, (H, C, D))[h], first, last, None)
+    held = add_rows(output, block, np.int64(0), weights, C, floats(values, (M, D)), start, chosen, found)
+    held = add_rows(output, block, held, weights, C + budget, exact, max(start - budget, 0), stop - budget, None)
+    add_rows(output, block, held, weights, np.int64(0), floats(job.rest_values, (H, C, D))[h], first, last, None)
+    move_block(output, block)
 
 
 def _step(version):

@@ -14,6 +14,7 @@ from support.spawned import run_together
 from support.without_numba import check_step
 
 from sparsekv.kernels.attention.cluster_step import compiled_kernels
+from sparsekv.kernels.clusters.cluster_choice import logs_and_shares
 
 every_form = pytest.mark.parametrize("form", FORMS)
 
@@ -65,6 +66,23 @@ def test_nothing_but_chosen_rows_and_centroids_may_be_attended(form: str) -> Non
     step = some_step(C=3, E=0, share=0.1)
     with with_threads(3), poisoned_memory():
         assert_close(step.attend(form), step.expected(), 5e-6)
+
+
+@every_form
+@pytest.mark.parametrize("clusters", [1, 20_000])
+def test_flat_attention_to_very_many_rows_sums_up_to_their_mean(form: str, clusters: int) -> None:
+    """A single float32 sum of a hundred thousand equal numbers is wrong by 0.03%. Runs of rows are short, or long."""
+    step = some_step(H=1, G=2, D=4, C=20_000, share=1.0)
+    assert step.budget > 70_000
+    if clusters == 1:
+        counts = torch.zeros_like(step.clusters.counted.counts)
+        counts[:, 0] = step.budget
+        logs, shares = logs_and_shares(counts)
+        counted = replace(step.clusters.counted, counts=counts, log_counts=logs[:, None], shares=shares)
+        step = replace(step, clusters=replace(step.clusters, counted=counted, starts=0 * step.clusters.starts))
+    rows, exact = ((keys, torch.full_like(values, 1 / 3)) for keys, values in (step.rows, step.exact))
+    step = replace(step, query=torch.zeros_like(step.query), rows=rows, exact=exact, replace=False)
+    assert_close(step.attend(form), torch.full_like(step.query, 1 / 3), 4e-6)
 
 
 @every_form

@@ -94,6 +94,16 @@ def test_a_budget_of_everything_is_dense_attention(form: str) -> None:
 
 
 @every_form
+def test_flat_attention_to_very_many_rows_sums_up_to_their_mean(form: str) -> None:
+    """A single float32 sum of a hundred thousand equal numbers is wrong by 0.03%."""
+    step = some_step(H=1, G=2, D=4, m=1, C=20_000, share=1.0)
+    assert step.budget > 70_000
+    rows, exact = ((keys, torch.full_like(values, 1 / 3)) for keys, values in (step.rows, step.exact))
+    step = replace(step, query=torch.zeros_like(step.query), rows=rows, exact=exact, replace=False)
+    assert_close(step.attend(form), torch.full_like(step.query, 1 / 3), 4e-6)
+
+
+@every_form
 def test_of_rows_that_agree_the_output_is_that_of_some_of_them(form: str) -> None:
     """All codes are equal, and so are all rows, so that the choice does not matter, but for its size."""
     step = some_step()
