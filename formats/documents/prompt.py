@@ -373,6 +373,16 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, chat: ChatFrame) -> ChatFrame 
     return chat.model_copy(update={"between": between, "after": after})
 
 
+def before_answer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template's text between a question and its answer, as it stands in an earlier turn.
+
+    The text may differ from the one after which the model begins an answer: some templates put a space before an
+    earlier answer, or leave out the beginning of a reasoning. Returns an empty text if there is no chat template, or if
+    it fails.
+    """
+    return _rendered(tokenizer, 3).partition(_DOCUMENT)[2].partition(_ANSWER)[0]
+
+
 def lost_of_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
     """Return a warning if the chat template does not show a whole answer before the next question; otherwise empty."""
     turns = zip(("user", "assistant", "user"), (_DOCUMENT, answer, _QUESTION), strict=True)

@@ -19,7 +19,7 @@ import torch
 from sparsekv.formats.checksums import hash_json, hash_tokens
 from sparsekv.formats.documents.continuation import BETWEEN, encode_question
 from sparsekv.formats.documents.plain_text import Trusted
-from sparsekv.formats.documents.prompt import FixedPrompt, encode_prompt, next_turn
+from sparsekv.formats.documents.prompt import FixedPrompt, before_answer, encode_prompt, next_turn
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.identity import LOGIT_FIELDS
 from sparsekv.formats.index.reader import Artifact
@@ -138,25 +138,30 @@ class Comparison:
         if METRICS[question.metric].continuation:
             chat, parts, most = None, [question.answers[0]], question.max_new_tokens
         elif chat is not None:
-            parts = self._turns_in_chat(question, chat)
+            chat, parts = self._turns_in_chat(question, chat)
         else:
             parts = [_turns_in_text(question, generated=context.length is not None)]
         return known_ids(self.loaded.model, encode_question(self.loaded.tokenizer, prompt.border, chat, *parts)[:most])
 
-    def _turns_in_chat(self, question: Question, chat: ChatFrame) -> list[str]:
-        """Return the parts of a conversation's text that `encode_question` takes, from the first question on.
+    def _turns_in_chat(self, question: Question, chat: ChatFrame) -> tuple[ChatFrame, list[str]]:
+        """Return the first question's chat frame, and the parts that `encode_question` takes, from that question on.
 
         Raises UsageError for a later turn, if the model's chat template has only one turn.
         """
-        turns = [*question.earlier, question]
-        parts = [turns[0].text, turns[0].prefix]
-        frame = next_turn(self.loaded.tokenizer, chat) if question.earlier else chat
-        if frame is None:
+        if not question.earlier:
+            return chat, [question.text, question.prefix]
+        tokenizer, turns = self.loaded.tokenizer, [*question.earlier, question]
+        later = next_turn(tokenizer, chat)
+        if later is None:
             raise UsageError("the model's chat template has no second turn; leave --turns out, or give --raw")
-        for before, one in pairwise(turns):
+        begins = [before_answer(tokenizer)] * len(question.earlier) + [chat.after]
+        parts = [turns[0].text, turns[0].prefix]
+        for (before, one), begin in zip(pairwise(turns), begins[1:], strict=True):
             text = one.text.strip() if chat.trimmed else one.text.lstrip("\n")
-            parts += [_said(before), Trusted(frame.between), text, Trusted(frame.after), one.prefix]
-        return parts
+            said = f"{before.prefix}{_said(before)}"
+            parts[-1] = said.strip() if chat.trimmed else said
+            parts += [Trusted(later.between), text, Trusted(begin), one.prefix]
+        return chat.model_copy(update={"after": begins[0]}), parts
 
     def longest(self, question: Question) -> int:
         """Return the largest number of tokens of the answer to a question, or of the scored continuation."""

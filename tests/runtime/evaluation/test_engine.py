@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 from support.small_index import INDEXERS, TEXT, small_model
+from support.tiny_models import build_tiny
+from support.tokenizers_of_families import KINDS, tokenizer_of
+from transformers import LlamaConfig
 
+from sparsekv.formats.documents.continuation import BETWEEN
+from sparsekv.formats.documents.prompt import render
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import Builder
@@ -85,6 +90,35 @@ def test_every_method_answers_as_if_it_had_prefilled_the_question(
             ids = comparison.question_ids(context, one.question, prompt)
             own = generate(index, cache, ids, Sampling(LONGEST))
             assert (one.given.text, one.given.kv_fraction) == (own.text, cache.kv_fraction())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_have_the_tokens_of_the_chat_template(kind: str) -> None:
+    """Some templates put a space before an earlier answer, and some remove white space around it."""
+    tokenizer, document = tokenizer_of(kind), TEXT[:400].strip()
+    loaded = LoadedModel(build_tiny(LlamaConfig, vocab_size=2048)(), tokenizer, "tiny", None)
+    first, second, last = (
+        Question(text, answers, "f1", LONGEST)
+        for text, answers in (("Why?", ("Yes. It is so. ",)), ("And then?", ("No",)), ("Since when?", ("1",)))
+    )
+    comparison = _comparison(loaded, ("quest",))
+    prompt = comparison.prompt(document, bare=False)
+    found = comparison.question_ids(CONTEXT, replace(last, earlier=(first, second)), prompt)
+    texts = f"{document}{BETWEEN}Why?", "Yes. It is so. ", "And then?", "No", "Since when?"
+    roles = "user", "assistant", "user", "assistant", "user"
+    whole = render(tokenizer, [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+    assert prompt.input_ids.tolist() + found.tolist() == tokenizer(whole, add_special_tokens=False).input_ids
+
+
+def test_a_beginning_of_the_answer_is_a_part_of_earlier_answers() -> None:
+    """Expected answers follow it after a space."""
+    tokenizer = tokenizer_of("llama-2")
+    loaded = LoadedModel(build_tiny(LlamaConfig, vocab_size=2048)(), tokenizer, "tiny", None)
+    question = Question("Why?", ("Yes",), "f1", LONGEST, prefix="Answer:")
+    comparison = _comparison(loaded, ("quest",))
+    prompt = comparison.prompt("A text.", bare=False)
+    found = comparison.question_ids(CONTEXT, replace(question, earlier=(question,)), prompt)
+    assert tokenizer.decode(found).endswith("[/INST] Answer: Yes </s><s> [INST] Why? [/INST]Answer:")
 
 
 def test_methods_are_dense_in_the_first_layers_on_request(loaded: LoadedModel, tmp_path: Path) -> None:
