@@ -268,6 +268,7 @@ class _Renderer(HTMLParser):
         self._tables: list[_Table] = []  # the open tables
         self._math: list[_MathElement] = []  # the open elements of MathML
         self._struck = 0  # number of open elements of struck text
+        self._unmarked = 0  # number of them whose text has not begun
         self._inside: tuple[str, int, Any] | None = None  # the element left out: tag, depth, earlier state
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -276,8 +277,8 @@ class _Renderer(HTMLParser):
                 self._inside = tag, self._inside[1] + 1, self._inside[2]
         elif tag in self._dropped:
             tables = [table.copy() for table in self._tables]
-            state = self._gap, self._space, self._fresh, self._preformatted, self._struck, [*self._lists], tables
-            self._inside = tag, 1, (len(self.pieces), state)
+            spaces = self._gap, self._space, self._fresh, self._preformatted
+            self._inside = tag, 1, (len(self.pieces), spaces, (self._struck, self._unmarked, [*self._lists], tables))
         elif tag == "math" or self._math:
             self._enter_math(tag)
         if tag == "br":
@@ -302,9 +303,7 @@ class _Renderer(HTMLParser):
         elif tag == "input" and (dict(attrs).get("type") or "").lower() in ("checkbox", "radio"):
             self.handle_data("[x] " if "checked" in dict(attrs) else "[ ] ")
         elif tag in _STRUCK:
-            self._flush()
-            self.pieces.append("~~")
-            self._fresh, self._struck = True, self._struck + 1
+            self._struck, self._unmarked = self._struck + 1, self._unmarked + 1
         else:
             self._enter(tag)
 
@@ -363,11 +362,11 @@ class _Renderer(HTMLParser):
             self._preformatted = max(self._preformatted - 1, 0)
         elif tag in _STRUCK and self._struck:
             self._struck -= 1
-            if self._fresh and self.pieces[-1:] == ["~~"]:
-                self.pieces.pop()
+            if self._unmarked:
+                self._unmarked -= 1
             else:
                 self.pieces.append("~~")
-            self._fresh = False
+                self._fresh = False
         if self._inside is not None and tag == self._inside[0]:
             self._leave(*self._inside)
 
@@ -375,8 +374,9 @@ class _Renderer(HTMLParser):
         if depth > 1:
             self._inside = tag, depth - 1, state
             return
-        start, before = state
-        self._gap, self._space, self._fresh, self._preformatted, self._struck, self._lists, self._tables = before
+        start, spaces, elements = state
+        self._gap, self._space, self._fresh, self._preformatted = spaces
+        self._struck, self._unmarked, self._lists, self._tables = elements
         if tag == "nav":
             self.navigation += sum(map(len, self.pieces[start:]))
         del self.pieces[start:]
@@ -403,7 +403,13 @@ class _Renderer(HTMLParser):
             self.handle_data(data.removeprefix("CDATA["))
 
     def _flush(self) -> None:
-        """Write the line breaks or the space before the next text."""
+        """Write what stands before the next text: line breaks or a space, and then the beginning of struck text."""
+        self._separate()
+        self.pieces.append("~~" * self._unmarked)
+        self._unmarked = 0
+
+    def _separate(self) -> None:
+        """Write the line breaks or the space before the next text or marker."""
         if self._gap:
             self.pieces.append("\n" * self._gap)
         elif self._space and not self._fresh:
@@ -416,7 +422,7 @@ class _Renderer(HTMLParser):
 
     def _mark(self, marker: str) -> None:
         self._space = False
-        self._flush()
+        self._separate()
         self.pieces.append(marker)
         self._fresh = True
 

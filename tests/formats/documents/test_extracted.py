@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 import subprocess
 import sys
 from io import BytesIO
@@ -95,7 +96,9 @@ def test_pages_begin_where_the_file_begins_them(tmp_path: Path) -> None:
         ("<table><tr><td colspan=2>all<td>5<tr><td>1<td>2<td>3</table>", "all |  | 5\n1 | 2 | 3"),
         ("<table><tr><td rowspan=2 colspan=2>A<td>1<tr><td>2<nav><tr><td>x</nav></table>", "A |  | 1\n |  | 2"),
         ("<ul><li><input type=checkbox checked>a<li><input type=checkbox> b</ul><input>", "- [x] a\n- [ ] b"),
-        ("now <s>90</s> <del><p>85</p></del><s></s>80", "now ~~90~~ ~~85~~\n\n80"),
+        ("now <s>90</s> <del><p>85</p></del><s></s>80", "now ~~90~~\n\n~~85~~\n\n80"),
+        ("price<s> 10</s> <s> </s>8<s>6 </s>4", "price ~~10~~ 8~~6~~ 4"),
+        ("<li><s>a</s><li><s><script>x</script>b</s><s><li>c</s>", "- ~~a~~\n- ~~b~~\n- ~~c~~"),
         ("a token such as </s> ends it<script><s></script></del>", "a token such as ends it"),
         (
             "is <math><semantics><mi>m</mi> <msup><mi>c</mi><mn>2</mn></msup><annotation>mc^2</annotation></math> or",
@@ -198,6 +201,13 @@ def _styled(text: str, style: str, more: str = "") -> str:
 def test_paragraphs_have_the_numbers_that_a_reader_sees(body: str, text: str) -> None:
     data = docx(body, {"word/numbering.xml": NUMBERING.encode(), "word/styles.xml": STYLES.encode()})
     assert extractors.docx_text(data) == text
+
+
+@pytest.mark.parametrize("tag", "a abbr b code del em font i ins mark q s small span strike strong sub sup u".split())
+@pytest.mark.parametrize("text", ["a{} b{}", "a{} b {}c", "a{}b {}c", "a{} {}c", " {}a {} b", "<p>a{} b{}c"])
+def test_an_element_within_a_line_removes_no_space(text: str, tag: str) -> None:
+    shown = extractors.html_text(text.format(f"<{tag}>", f"</{tag}>"))
+    assert re.sub("[~^_]", "", shown) == extractors.html_text(text.format("", ""))
 
 
 @pytest.mark.parametrize(
