@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from sparsekv.formats.documents import extractors
+from sparsekv.formats.documents.extractors import Status
 from sparsekv.formats.errors import SparsekvError, UsageError
 
 PDF, DOCX, HTML = range(3)
@@ -41,11 +42,11 @@ DAMAGED, LOCKED, NO_TEXT = "damaged", "encrypted", "without text"
 SLOW, LARGE = "too slow to extract", "too large to extract"
 LATE = f"past the {SECONDS_IN_ALL // 60} minutes for extraction"
 _REASONS = {
-    extractors.DAMAGED: DAMAGED,
-    extractors.LOCKED: LOCKED,
-    extractors.SLOW: SLOW,
-    extractors.LARGE: LARGE,
-    extractors.LONG: LARGE,
+    Status.DAMAGED: DAMAGED,
+    Status.LOCKED: LOCKED,
+    Status.SLOW: SLOW,
+    Status.LARGE: LARGE,
+    Status.LONG: LARGE,
 }
 
 
@@ -120,7 +121,7 @@ class Extractor:
             raise NotExtractedError(DAMAGED) from None
         finally:
             self._left -= time.monotonic() - start
-        if status != extractors.TEXT:
+        if status != Status.TEXT:
             raise NotExtractedError(_REASONS.get(status, DAMAGED))
         if not text.strip():
             raise NotExtractedError(NO_TEXT)

@@ -17,6 +17,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from html.parser import HTMLParser
 from importlib import import_module
 from typing import Any, BinaryIO
@@ -24,9 +25,6 @@ from typing import Any, BinaryIO
 from sparsekv.formats.documents.docx_parts import in_letters, in_roman, numbers_shown, prepared
 
 REQUEST, REPLY = struct.Struct(">BIQ"), struct.Struct(">BQ")
-TEXT, DAMAGED, LOCKED, SLOW, LARGE, LONG = range(6)
-"""Statuses of a reply, in this order: the text follows; the file is damaged; it is encrypted; its extraction takes too
-much time; or too much memory; it has too much text."""
 PAGE = "\f"
 """Character before each page of a text that has pages, and nowhere else in a text."""
 MOST_MEMORY = 1 << 30
@@ -35,6 +33,23 @@ MOST_TEXT = 8 << 20
 """Maximum size of a file's text, in bytes."""
 MOST_XML = 64 << 20
 """Maximum size of the unpacked parts of a DOCX file that are read, in bytes."""
+
+
+class Status(IntEnum):
+    """First number of a reply: whether a file's text follows, or why it does not."""
+
+    TEXT = 0
+    """The file's text follows."""
+    DAMAGED = 1
+    """The file is damaged, or is of another kind."""
+    LOCKED = 2
+    """The file is encrypted."""
+    SLOW = 3
+    """The extraction takes too much processor time."""
+    LARGE = 4
+    """The extraction takes too much memory."""
+    LONG = 5
+    """The file has too much text, or too large parts."""
 
 
 class LockedError(Exception):
@@ -515,20 +530,21 @@ _CLOSED = frozenset({"os", "socket", "subprocess", "shutil", "tempfile", "ctypes
 """First words of the audit events that a fork refuses."""
 
 
-def _extract(kind: int, seconds: int, data: bytes) -> tuple[int, bytes]:
+def _extract(kind: int, seconds: int, data: bytes) -> tuple[Status, bytes]:
     try:
         limit(seconds)
         text = KINDS[kind](data).encode("utf-8", "replace")
-        return (TEXT, text) if len(text) <= MOST_TEXT else (LONG, b"")
+        return (Status.TEXT, text) if len(text) <= MOST_TEXT else (Status.LONG, b"")
     except LockedError:
-        return LOCKED, b""
+        return Status.LOCKED, b""
     except LongError:
-        return LONG, b""
+        return Status.LONG, b""
     except MemoryError:
-        return LARGE, b""
+        return Status.LARGE, b""
     except Exception as error:  # a parser may raise anything from a stranger's file
         # An encrypted PDF whose cipher needs another library raises an error only here, when pages are read.
-        return LOCKED if "encrypt" in type(error).__name__.lower() or "cryptography" in str(error) else DAMAGED, b""
+        locked = "encrypt" in type(error).__name__.lower() or "cryptography" in str(error)
+        return Status.LOCKED if locked else Status.DAMAGED, b""
 
 
 def _answer(request: tuple[int, int, bytes]) -> tuple[int, bytes]:
@@ -551,8 +567,9 @@ def _answer(request: tuple[int, int, bytes]) -> tuple[int, bytes]:
         return answer[0], answer[1:]
     killed = os.WTERMSIG(ended) if os.WIFSIGNALED(ended) else None
     if killed == signal.SIGXCPU:
-        return SLOW, b""
-    return LARGE if killed == signal.SIGKILL else DAMAGED, b""  # when memory runs out, the system kills the fork
+        return Status.SLOW, b""
+    # When memory runs out, the system kills the fork.
+    return Status.LARGE if killed == signal.SIGKILL else Status.DAMAGED, b""
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
