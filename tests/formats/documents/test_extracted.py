@@ -203,7 +203,7 @@ def test_paragraphs_have_the_numbers_that_a_reader_sees(body: str, text: str) ->
     assert extractors.docx_text(data) == text
 
 
-@pytest.mark.parametrize("tag", "a abbr b code del em font i ins mark q s small span strike strong sub sup u".split())
+@pytest.mark.parametrize("tag", ["a", "b", "code", "del", "em", "ins", "q", "s", "span", "strike", "sub", "sup"])
 @pytest.mark.parametrize("text", ["a{} b{}", "a{} b {}c", "a{}b {}c", "a{} {}c", " {}a {} b", "<p>a{} b{}c"])
 def test_an_element_within_a_line_removes_no_space(text: str, tag: str) -> None:
     shown = extractors.html_text(text.format(f"<{tag}>", f"</{tag}>"))
