@@ -41,7 +41,7 @@ MISSING = f"in need of {INSTALL}"
 DAMAGED, LOCKED, NO_TEXT = "damaged", "encrypted", "without text"
 SLOW, LARGE = "too slow to extract", "too large to extract"
 LATE = f"past the {SECONDS_IN_ALL // 60} minutes for extraction"
-_REASONS = {
+_REASONS: dict[int, str] = {
     Status.DAMAGED: DAMAGED,
     Status.LOCKED: LOCKED,
     Status.SLOW: SLOW,
