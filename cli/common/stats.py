@@ -92,7 +92,7 @@ def print_stats(answer: "Answer", question: int | None = None, together: int = 1
     if seconds := compiling_took():
         told = f"{seconds:.1f} s of these times compiled kernels for this CPU; the next command reads them from disk"
         note(told, quiet=False)
-    if answer.kv_fraction > 1:
+    if answer.kv_fraction is not None and answer.kv_fraction > 1:
         why = MORE_THAN_EVERYTHING if together == 1 else MORE_TOGETHER
         note(f"more than all keys and values: {why}", quiet=False)
     if answer.layers:

@@ -75,8 +75,8 @@ class About:
 
         If the request asks for sources, also return the answers' sources.
         """
-        steps = [one.steps for one in each]
-        read = fmean([one.kv_fraction for one in each], steps if any(steps) else None)
+        stepped = [(one.kv_fraction, one.steps) for one in each if one.steps and one.kv_fraction is not None]
+        read = fmean(*zip(*stepped, strict=True)) if stepped else None
         config, sources = self.config, sources_of(each) if self.with_sources else None
         return Details(
             method=config.attention.name,

@@ -84,6 +84,7 @@ class SourceSent(Sent):
 class Details(Sent):
     """Method and budget of the answers. kv_fraction is the mean share of the document's keys and values read.
 
+    It is null if no answer took a decode step.
     Decode steps that at least `dense_from` answers shared attended densely.
     """
 
@@ -91,7 +92,7 @@ class Details(Sent):
 
     method: str
     budget: float | int
-    kv_fraction: float
+    kv_fraction: float | None
     dense_from: int | None = None
     gauge: Gauge | None = None
     sources: list[SourceSent] | None = None

@@ -291,7 +291,8 @@ class Answer:
     `prompt_tokens` counts the document, earlier turns and the question. `tokens_per_second` is the speed of the decode
     steps, which give all tokens but the first. `time_to_first_token` is in wall-clock seconds since the engine began
     the question. `kv_fraction` is the number of key, value and index rows that the decode steps read, divided by the
-    number that dense attention would read.
+    number that dense attention would read. It is None for an answer of one token, which takes no decode step, unless
+    all layers are dense.
 
     `finish_reason` is `stop` if the model ended the answer, and `length` if the token limit or the model's last
     position was reached. It is `interrupted` if the caller stopped the answer, and empty if the question was an empty
@@ -306,12 +307,12 @@ class Answer:
     finish_reason: str
     tokens_per_second: float
     time_to_first_token: float
-    kv_fraction: float
+    kv_fraction: float | None
     layers: list[LayerStats] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
 
 
-NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, 0.0)
+NO_ANSWER = Answer("", [], 0, 0, "", 0.0, 0.0, None)
 """The answer to a blank line of a file of questions."""
 
 
@@ -320,7 +321,7 @@ def answer_of(
     ids: list[int],
     prompt_tokens: int,
     times: tuple[float, float, float],
-    kv_fraction: float,
+    kv_fraction: float | None,
     layers: Sequence[LayerStats] = (),
 ) -> Answer:
     """Make an `Answer` from its token ids, its times and its cost.

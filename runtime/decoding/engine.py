@@ -594,12 +594,13 @@ class Engine:
 
     def _answer(self, done: Sequence) -> Answer:
         read, dense = (now - before for now, before in zip(self._read(), done.read_before, strict=True))
+        counted = bool(self.cache.reads)
         answer = answer_of(
             self.index,
             done.answer,
             done.prompt_tokens,
             (done.started, done.first or done.started, done.last),
-            read_share(read, dense, counted=bool(self.cache.reads)),
+            read_share(read, dense, counted=counted) if len(done.answer) > 1 or not counted else None,
             self.cache.stats(),
         )
         interrupted = done.stopped and answer.finish_reason == "length"

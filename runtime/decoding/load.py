@@ -89,7 +89,8 @@ def join_answer(ranks: "Ranks", answer: Answer) -> Answer:
     """
     found = ranks.collect((answer.kv_fraction, answer.layers))
     layers = [_mean_stats(of_layer) for of_layer in zip(*(stats for _, stats in found), strict=True)]
-    return replace(answer, kv_fraction=sum(share for share, _ in found) / len(found), layers=layers)
+    shares = [share for share, _ in found if share is not None]
+    return replace(answer, kv_fraction=sum(shares) / len(shares) if shares else None, layers=layers)
 
 
 def _mean_stats(of_ranks: Sequence[LayerStats]) -> LayerStats:

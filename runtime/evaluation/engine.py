@@ -408,8 +408,7 @@ class _Asking:
             seconds = answer.time_to_first_token + (0.0 if kept is None else kept.seconds)
             if answer.tokens_per_second:
                 seconds += (answer.generated_tokens - 1) / answer.tokens_per_second
-            read = answer.kv_fraction if _takes_steps(cache, answer.generated_tokens) else None
-            yield asked[number], ScoredAnswer(answer.text, None, read, seconds)
+            yield asked[number], ScoredAnswer(answer.text, None, answer.kv_fraction, seconds)
 
     @cached_property
     def _question_ids(self) -> dict[Question, torch.Tensor]:

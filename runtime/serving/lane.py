@@ -116,7 +116,7 @@ class Job:
             prompt_tokens=stored + len(self.request.tokens),
             cached_tokens=stored + kept,
             answer_tokens=0 if answer is None else answer.generated_tokens,
-            kv_fraction=0.0 if answer is None else answer.kv_fraction,
+            kv_fraction=None if answer is None else answer.kv_fraction,
             layers=() if answer is None else tuple(answer.layers),
             sources=() if answer is None else tuple(answer.sources),
         )

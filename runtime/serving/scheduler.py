@@ -247,7 +247,8 @@ class Scheduler:
                 self._answer_tokens += usage.answer_tokens
                 self._prompt_tokens += usage.prompt_tokens
                 self._cached_tokens += usage.cached_tokens
-                self._read, self._steps = self._read + usage.kv_fraction * usage.steps, self._steps + usage.steps
+                if usage.kv_fraction is not None:
+                    self._read, self._steps = self._read + usage.kv_fraction * usage.steps, self._steps + usage.steps
                 self._seconds += 0.2 * (time.monotonic() - job.submitted - self._seconds)
             self._changed.notify_all()
 

@@ -72,14 +72,14 @@ class Usage:
     `prompt_tokens` includes the document and earlier turns. `cached_tokens` is the number of prompt tokens that were
     not prefilled: the document, and earlier turns whose keys and values were still in memory. `kv_fraction` is the
     number of key, value and index rows that the decode steps read, divided by the number that dense attention would
-    read. `layers` has the missed mass of each layer if the config measures the missed mass. `sources` are the answer's
-    sources, if the request asks for sources.
+    read; None if there was no decode step. `layers` has the missed mass of each layer if the config measures the missed
+    mass. `sources` are the answer's sources, if the request asks for sources.
     """
 
     prompt_tokens: int
     cached_tokens: int
     answer_tokens: int
-    kv_fraction: float
+    kv_fraction: float | None
     layers: tuple[LayerStats, ...] = ()
     sources: tuple[Source, ...] = ()
 

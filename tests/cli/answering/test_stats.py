@@ -53,6 +53,23 @@ def test_what_a_kv_fraction_is_of_is_told(place: Path) -> None:
         assert f"With these layers counted, a kv fraction of 0.1 is {over_all:.2f}." in told
 
 
+@pytest.mark.usefixtures("place")
+def test_an_answer_of_one_token_takes_no_step_and_so_reads_no_share() -> None:
+    """Alone, in a batch, and for a blank line; dense attention reads everything in any case."""
+    Path("questions.txt").write_text("Why?\n\nHow?\n")
+    one = ("generate", "--max-new-tokens", "1", "--json", "-q")
+    several = ("--batch-file", "questions.txt")
+    for asked, method, expected in (
+        (("Why?",), "squeezed", [None]),
+        (("Why?",), "dense", [1]),
+        (several, "squeezed", [None, None, None]),
+        ((*several, "--batch-size", "1"), "squeezed", [None, None, None]),
+        (several, "dense", [1, None, 1]),
+    ):
+        found = run_here(*one, *asked, "--method", method).stdout.splitlines()
+        assert [json.loads(line)["kv_fraction"] for line in found] == expected
+
+
 def test_a_kv_fraction_over_int8_rows_is_counted_in_the_dtype_of_the_index(place: Path) -> None:
     """In which codes and lists are a smaller share than beside int8 rows."""
     assert run_here("convert", "doc.skv", "-o", "int8.skv", "-q").code == 0

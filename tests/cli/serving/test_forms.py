@@ -78,6 +78,6 @@ def test_no_alternative_takes_the_name_of_another(kind: str) -> None:
 def test_the_share_that_is_read_is_that_of_a_mean_step() -> None:
     """A long answer has more steps than a short one, and an answer of one token has none."""
     about = About("doc", DecodeConfig(Dense()), tokenizer_of("llama-3"), 3, with_usage=True, with_logprobs=False)
-    each = [Usage(9, 9, tokens, share) for tokens, share in ((1, 0.0), (5, 0.1), (7, 0.3))]
+    each = [Usage(9, 9, tokens, share) for tokens, share in ((1, None), (5, 0.1), (7, 0.3))]
     assert about.details(each).kv_fraction == pytest.approx((4 * 0.1 + 6 * 0.3) / 10)
-    assert about.details(each[:1]).kv_fraction == 0
+    assert about.details(each[:1]).kv_fraction is None
