@@ -239,12 +239,13 @@ def run(options: ServeOptions) -> None:
         note_broken(options.indices_from)
     states = {name: state_of(folder) for name, folder in folders.items()}
     artifacts = {name: open_artifact(folder, called="INDEX") for name, folder in folders.items()}
+    first, *others = artifacts
+    dtype = artifacts[first].manifest.dtype if options.dtype == "auto" else options.dtype  # of all indices
     by_method = {name: _by_method(options, artifact) for name, artifact in artifacts.items()}
-    configs = {name: _by_time(options, artifact, by_method[name]) for name, artifact in artifacts.items()}
+    configs = {name: _by_time(options, artifact, by_method[name], dtype) for name, artifact in artifacts.items()}
     sampling = SamplingOptions(max_new_tokens=options.max_new_tokens, temperature=options.temperature).make()
     listening = bind(options.host, options.port)
     limits = _limits(options)
-    first, *others = artifacts
     opened = _first(options, artifacts[first], configs[first])
     beside = partial(_beside, options, opened.loaded, folders[first])
     note_small_budgets([config.budget for config in configs.values()], quiet=options.quiet)
@@ -254,7 +255,7 @@ def run(options: ServeOptions) -> None:
     def open_later(name: str, folder: Path) -> Served:
         artifact = open_artifact(folder)
         index, by_method = beside(artifact), _by_method(options, artifact)
-        config = _by_time(options, artifact, by_method, exclusive(index.model))
+        config = _by_time(options, artifact, by_method, dtype, exclusive(index.model))
         return Served(name, index, config, by_method, options.budget)
 
     # One thread, because encoding changes a tokenizer's settings, so two threads must not encode at once.
@@ -314,18 +315,23 @@ def _by_method(options: ServeOptions, artifact: Artifact) -> DecodeConfig:
 
 
 def _by_time(
-    options: ServeOptions, artifact: Artifact, config: DecodeConfig, alone: AbstractContextManager[object] | None = None
+    options: ServeOptions,
+    artifact: Artifact,
+    config: DecodeConfig,
+    dtype: str,
+    alone: AbstractContextManager[object] | None = None,
 ) -> DecodeConfig:
     """Return the config of requests that set no method, budget or prefill: the config of `_by_method`, or a faster one.
 
-    `alone` is a context in which nothing else uses the device; None: nothing else uses it anyway. Raises the errors of
-    `take_faster_for_numbers`.
+    `dtype` is that of the served model, which may differ from the index's. `alone` is a context in which nothing else
+    uses the device; None: nothing else uses it anyway. Raises the errors of `take_faster_for_numbers`.
     """
     by_default = options.attends_by_default and choose_device(options.device).type == "cuda"
     if isinstance(config.attention, Dense) or not (options.by_time or by_default):
         return config
-    named = options.slots, options.device, options.dtype
-    return take_faster_for_numbers(artifact, config, *named, alone=alone, quiet=options.quiet)
+    return take_faster_for_numbers(
+        artifact, config, options.slots, options.device, dtype, alone=alone, quiet=options.quiet
+    )
 
 
 def _limits(options: ServeOptions) -> Limits:

@@ -14,6 +14,11 @@ import pytest
 from support.command import fails, run_here
 from support.serving import Server, serving, user
 
+from sparsekv.cli.serving import server as serve_command
+from sparsekv.formats.errors import UsageError
+from sparsekv.formats.index.reader import Artifact
+from sparsekv.runtime.attention.config import DecodeConfig
+
 CHAT = "/v1/chat/completions"
 
 
@@ -283,6 +288,26 @@ def test_steps_of_many_answers_are_dense_where_that_was_measured_to_be_faster(
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 3
         assert "raw.skv: --method auto: " in (tmp_path / "notes").read_text()
+
+
+def test_every_index_is_timed_in_the_dtype_in_which_it_is_served(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ("--model", built / "model", "--dtype", "bfloat16", "--method", "squeezed", "-o", tmp_path / "other.skv")
+    assert run_here("build-index", built / "doc.txt", *other, "-q").code == 0
+    timed = list[tuple[str, str]]()
+
+    def take(artifact: Artifact, config: DecodeConfig, slots: int, device: str, dtype: str, **_: object) -> None:
+        timed.append((artifact.folder.name, dtype))
+        if len(timed) == 2:
+            raise UsageError("both are timed")
+
+    monkeypatch.setattr(serve_command, "take_faster_for_numbers", take)
+    indices, model = (built / "doc.skv", tmp_path / "other.skv"), ("--model", built / "model")
+    for dtype, expected in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        timed.clear()
+        assert run_here("serve", *indices, *model, "--method", "auto", "--dtype", dtype).code == 2
+        assert timed == [("doc.skv", expected), ("other.skv", expected)]
 
 
 @pytest.mark.parametrize("option", [("--placement", "host"), ("--prefill", "quoka")])
