@@ -293,13 +293,15 @@ class Api:
         """Return the sampling of one prompt of a request. Without a seed in the request, the seed is random.
 
         Raises ApiError (400) for a temperature that is too small, and for a `top_p` below 1 without a temperature if
-        the server's default temperature is 0. By OpenAI's default of 1, such a request would get a sampled answer.
+        the server's default temperature is 0. By OpenAI's default of 1, such a request would get a sampled answer. A
+        `top_p` beside a temperature of 0 is accepted, because clients send all their settings.
         """
         temperature = self.sampling.temperature if asked.temperature is None else asked.temperature
         top_p = self.sampling.top_p if asked.top_p is None else asked.top_p
         if asked.temperature is None and not temperature and asked.top_p not in (None, 1):
             told = (
-                f"top_p {asked.top_p:g} has no effect at temperature 0, this server's default; give a temperature too"
+                f"top_p {asked.top_p:g} has no effect at temperature 0, this server's default; give a temperature "
+                "above 0 too"
             )
             raise ApiError(400, told, param="top_p", code="invalid_value")
         drawn = secrets.randbelow(2**63) if asked.seed is None else asked.seed
