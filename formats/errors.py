@@ -182,6 +182,8 @@ def beside(folder: Path) -> Iterator[Path]:
 
 TEXT_ENDINGS = ("*.txt", "*.md", "*.rst")
 _LOOKED_AT = 4096
+_SHORT, _SHORT_TAIL = 1024, ("--tail", "16")
+"""Number of bytes below which a text may be too short for the default tail, and the option with which it is indexed."""
 
 
 def command(*parts: str | Path) -> str:
@@ -205,18 +207,23 @@ def build_hint(folder: Path) -> str:
     if named.is_dir():
         return f"name {named}, which is there"
     for text in _texts(beside(folder)):
-        return f"build it with {command('build-index', text, '-o', folder)}"
+        return f"build it with {_build(text, '-o', folder)}"
     # Names are compared without the ending that they share, because it would make all of them similar.
     near = nearest(folder.stem, (index.stem for index in folder.parent.glob("*.skv") if index.is_dir()))
     meant = "" if near is None else f" (did you mean {folder.with_name(f'{near}.skv')}?)"
     return f"name an existing index{meant}, or build it: {command('build-index', '--help')} says how"
 
 
+def _build(text: Path, *options: str | Path) -> str:
+    """Format the command that builds an index of a text, with a shorter tail for a short text."""
+    return command("build-index", text, *options, *(_SHORT_TAIL if text.stat().st_size < _SHORT else ()))
+
+
 def first_build_hint() -> str:
     """Return a hint for building an index: from the current folder's largest text (.txt, .md, .rst), or by the help."""
     texts = list(_texts(path for ending in TEXT_ENDINGS for path in Path().glob(ending)))
     if texts:
-        return f"build one with {command('build-index', max(texts, key=lambda text: text.stat().st_size))}"
+        return f"build one with {_build(max(texts, key=lambda text: text.stat().st_size))}"
     return f"build one: {command('build-index', '--help')} says how"
 
 
@@ -235,7 +242,7 @@ def no_folder(given: Path) -> str:
     index = with_ending(given)
     if index.is_dir():
         return f"is a text, not an index; name the index beside it, {index}"
-    return f"is a text, not an index; build one with {command('build-index', given)}"
+    return f"is a text, not an index; build one with {_build(given)}"
 
 
 def is_text(path: Path) -> bool:

@@ -416,13 +416,16 @@ class BuildPlan:
         return Split(sinks=self.config.sinks, middle=tokens - ends, tail=self.config.tail)
 
     def _shorter_ends(self, tokens: int) -> str:
-        """Return the options with which half of a short document is indexed; an empty string if it is too short."""
+        """Return the options with which half of a short document is indexed, and the largest tail that is accepted.
+
+        Return an empty string if the document is too short for any tail.
+        """
         least = 2 * LEAST_TAIL
         sinks = self.config.sinks if tokens - self.config.sinks >= least else LEAST_SINKS
         if tokens - sinks < least:
             return ""
         fewer = f"--sinks {sinks} " if sinks != self.config.sinks else ""
-        return f", or give {fewer}--tail {(tokens - sinks) // 2}"
+        return f", or give {fewer}--tail {(tokens - sinks) // 2} (at most {tokens - sinks - 1})"
 
 
 @dataclass(frozen=True)

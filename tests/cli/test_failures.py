@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -109,11 +110,13 @@ def test_a_short_document_is_built_with_the_options_that_the_error_names(place: 
     build = ("build-index", "it", "--model", "model")
     error = run_here(*build, *given).error()
     assert "sinks and tail alone take" in error
-    options = error.partition("; give a longer document, or give ")[2].split()
+    named, most = re.fullmatch(r".*; give a longer document, or give (.*) \(at most (\d+)\)", error).groups()  # type: ignore[union-attr]
+    options = named.split()
     assert options[-2] == "--tail"
     assert ("--sinks" in options) == ("--sinks" in given)
-    built = run_here(*build, *options)
-    assert built.code == 0, built.stderr
+    for tail, code in ((options[-1], 0), (most, 0), (f"{int(most) + 1}", 2)):
+        built = run_here(*build, *options[:-1], tail)
+        assert built.code == code, built.stderr
 
 
 def test_a_document_that_may_not_be_read_is_wrong_usage(place: Path) -> None:

@@ -83,13 +83,26 @@ def test_a_residual_that_needs_another_method(place: Path) -> None:
     assert run_here("recall-report", "-i", "h.skv", "--residual", "--method", "quest", "-q").code == 0
 
 
+def test_a_command_that_builds_an_index_of_a_short_text_is_not_refused(place: Path) -> None:
+    """The default tail is longer than a short text."""
+    for text in ("doc.txt", "questions.txt"):
+        (place / text).unlink(missing_ok=True)
+    shutil.rmtree("doc.skv")
+    Path("short.txt").write_text("A text of a few words, which is shorter than the default tail.\n" * 2)
+    for given in ((), ("--index", "short.skv"), ("--index", "short.txt")):
+        (told,) = shown(run_here("generate", "Why?", *given).error())
+        built = run_here(*told.split()[1:], "--model", "model", "--force", "-q")
+        assert built.code == 0, built.stderr
+        shutil.rmtree("short.skv")
+
+
 @pytest.mark.parametrize("command", [("generate", "Why?"), ("inspect",), ("recall-report",), ("append", "doc.txt")])
 def test_a_text_in_the_place_of_an_index(place: Path, command: tuple[str, ...]) -> None:
     beside = "name the index beside it, doc.skv"
     fails(2, *command, "--index", "doc.txt", says=("doc.txt is a text, not an index", beside))
     shutil.rmtree("doc.skv")
     message = run_here(*command, "--index", "doc.txt").error()
-    assert shown(message) == ["sparsekv build-index doc.txt"]
+    assert shown(message) == ["sparsekv build-index doc.txt --tail 16"]
 
 
 MISSING = [

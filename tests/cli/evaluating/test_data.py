@@ -25,7 +25,7 @@ def test_a_document_that_is_too_short_is_left_out_with_its_line(place: Path, *, 
     assert (row["contexts"], row["questions"]) == (1, 1)
     (line,) = [one for one in outcome.stderr.splitlines() if one.startswith("left out: ")]
     assert f"left out: prefixqa, line {1 if first else 2}: the document is too short to index: it has " in line
-    assert line.endswith("; give a longer document, or give --tail 6")
+    assert line.endswith("; give a longer document, or give --tail 6 (at most 11)")
 
 
 @pytest.mark.parametrize(("length", "cut"), [("120", True), ("9000", False)])
@@ -56,5 +56,5 @@ def test_documents_that_are_all_too_short_are_refused_before_any_work(place: Pat
     assert outcome.code == 2
     assert outcome.stderr.count("\n") == 1
     assert "prefixqa, line 1 (and 1 more): the document is too short to index: it has " in outcome.stderr
-    assert outcome.stderr.endswith("; give a longer document, or give --tail 6\n")
+    assert outcome.stderr.endswith("; give a longer document, or give --tail 6 (at most 11)\n")
     assert not (place / "data.eval").exists()
