@@ -37,7 +37,7 @@ from sparsekv.cli.reporting.output import (
     report_table,
 )
 from sparsekv.formats.device import choose_device
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, any_of
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.runtime.attention.guard import Guard, estimates_missed
 from sparsekv.runtime.decoding.choose_config import refuse_residual
@@ -163,7 +163,7 @@ class ReportOptions:
         if on_command_line(self.ctx, "guard") and not self.guarded(compared):
             helps = any(estimates_missed(one.method, residual=one.residual) for one in compared)
             raise UsageError(
-                f"--guard {self.guard:g} has no effect on {', '.join(names)}, whose missed attention cannot be "
+                f"--guard {self.guard:g} has no effect on {any_of(names)}, whose missed attention cannot be "
                 f"estimated; leave it out{', or give --residual' if helps else ''}"
             )
 

@@ -47,6 +47,12 @@ def choose_one(given: str, known: Iterable[str]) -> str:
     return f"choose one of {', '.join(names)}{suggestion(given, names)}"
 
 
+def any_of(names: Iterable[str]) -> str:
+    """Join names for a sentence: `A`, `A or B`, or `A, B or C`."""
+    *before, last = names
+    return f"{', '.join(before)} or {last}" if before else last
+
+
 def reason_of(error: BaseException) -> str:
     """Return the operating system's reason for an error, or else the error's message, in lower case."""
     return (getattr(error, "strerror", None) or str(error)).lower()
@@ -182,7 +188,7 @@ def beside(folder: Path) -> Iterator[Path]:
 
 TEXT_ENDINGS = ("*.txt", "*.md", "*.rst")
 _LOOKED_AT = 4096
-_SHORT, _SHORT_TAIL = 1024, ("--tail", "16")
+_SHORT, _SHORT_TAIL = 700, ("--tail", "16")
 """Number of bytes below which a text may be too short for the default tail, and the option with which it is indexed."""
 
 

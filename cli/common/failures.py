@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from sparsekv.cli.common.commands import BY_RANKS, COMMANDS, moved
 from sparsekv.cli.common.streams import flush_streams, printable
 from sparsekv.formats.distributed.process import own_place
-from sparsekv.formats.errors import SparsekvError, nearest
+from sparsekv.formats.errors import SparsekvError, any_of, nearest
 from sparsekv.formats.errors import command as shown
 
 NUMBERS = {"number": "a number, such as 0.05", "integer": "a whole number"}
@@ -133,8 +133,7 @@ def _text_with_dash(message: str, arguments: Sequence[str]) -> str | None:
 def _meant(given: str, options: Sequence[str]) -> str:
     """Return ` (did you mean --NAME?)` with all similar options; empty if no option is similar."""
     near = _near(given, options)
-    named = ", ".join(near[:-1]) + " or " * (len(near) > 1) + "".join(near[-1:])
-    return f" (did you mean {named}?)" if near else ""
+    return f" (did you mean {any_of(near)}?)" if near else ""
 
 
 def _near(given: str, options: Sequence[str]) -> list[str]:

@@ -135,8 +135,9 @@ def note_cut(answer: "Answer", limit: int, *, quiet: bool) -> None:
 
 def _summary(answer: "Answer", together: int) -> str:
     shared = f"its steps, each of up to {together} questions, " if together > 1 else ""
-    read = f", {shared}read {answer.kv_fraction:.1%} of the document's keys and values"
-    read = read if answer.generated_tokens > 1 else ""
+    read = ""
+    if answer.generated_tokens > 1:
+        read = f", {shared}read {answer.kv_fraction:.1%} of the document's keys and values"
     generated = f"{answer.generated_tokens} token{'s' * (answer.generated_tokens != 1)}"
     return (
         f"{answer.prompt_tokens:,} prompt tokens, first token after {answer.time_to_first_token:.2f} s, "

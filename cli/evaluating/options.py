@@ -29,7 +29,7 @@ from sparsekv.cli.configuring.sources import note_idle_encoding, on_command_line
 from sparsekv.cli.evaluating.output import refuse_unwritable_answers
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html
 from sparsekv.formats.documents.document import UTF_8
-from sparsekv.formats.errors import UsageError
+from sparsekv.formats.errors import UsageError, any_of
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.indexing.indexers.interface import Indexer, choose_indexers, indexers
 from sparsekv.indexing.prefill.prefills import prefills
@@ -331,7 +331,7 @@ class EvalCall:
         layers = self.options.dense_layers
         changed = any(first_dense(one, layers) for one in methods.values())
         if layers and methods and not changed and self._typed({"--dense-layers": layers}):
-            told = f"--dense-layers {layers} has no effect on {', '.join(methods)}"
+            told = f"--dense-layers {layers} has no effect on {any_of(methods)}"
             raise UsageError(f"{told}: dense layers are a part of the method; leave the option out")
         if methods and self._typed({"--residual": True}) and all(one.replaces() for one in methods.values()):
             refuse_residual(methods)

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from sparsekv.formats.documents.document_hints import tune_hint
-from sparsekv.formats.errors import ArtifactError, UsageError
+from sparsekv.formats.errors import ArtifactError, UsageError, add_methods_hint, any_of
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import Defaults, given_parameters, layer_file
 from sparsekv.runtime.attention.config import QUESTION_BUDGET, DecodeConfig, Dense, Own, QuestionPrefill
@@ -59,7 +59,13 @@ def choose_config(
             refuse_beside_dense({"--budget": budget, "--residual": residual})
         decoding = () if prefill == Own.name else (name,)
         among = {} if kind is Dense else methods()
-        refuse_unused({name: kind} | prefilling, parameters, among, decoding, asking=prefilling)
+        built = artifact.manifest.methods
+        lacking = {
+            one: add_methods_hint(artifact.folder, [one])
+            for one, method in among.items()
+            if method.needs_index and one not in built
+        }
+        refuse_unused({name: kind} | prefilling, parameters, among, decoding, asking=prefilling, lacking=lacking)
         chosen = configure(kind, parameters)
         if isinstance(chosen, Dense):
             config = DecodeConfig(chosen)
@@ -138,7 +144,7 @@ def refuse_idle_budget(attention: MethodSpec | QuestionPrefill | Dense | Own, op
 def refuse_residual(methods: Iterable[str]) -> NoReturn:
     """Raise UsageError for --residual with methods that represent unselected tokens without it."""
     raise UsageError(
-        f"--residual has no effect on {', '.join(methods)}: the tokens that are not selected are represented without "
+        f"--residual has no effect on {any_of(methods)}: the tokens that are not selected are represented without "
         "it; leave it out"
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sparsekv.formats.documents.document import UTF_8, read_document
 from sparsekv.formats.documents.document_hints import eval_hint
-from sparsekv.formats.errors import UsageError, with_ending
+from sparsekv.formats.errors import UsageError, any_of, with_ending
 from sparsekv.formats.index.manifest import read_manifest
 from sparsekv.formats.index.schema import MANIFEST
 from sparsekv.runtime.tasks.interface import Context, Question, Request, choose_task, in_turns, tasks
@@ -78,9 +78,9 @@ class Inputs:
             _refuse_without_text(chosen)
         effective = {option for task in chosen for option in choose_task(task).options}
         if pairs is not None and "--pairs" not in effective:
-            raise UsageError(f"--pairs has no effect without --task {', '.join(PAIRS_TASKS)}; leave --pairs out")
+            raise UsageError(f"--pairs has no effect without --task {any_of(PAIRS_TASKS)}; leave --pairs out")
         if depths and "--depth" not in effective:
-            raise UsageError(f"--depth has no effect on --task {', '.join(chosen)}; leave it out")
+            raise UsageError(f"--depth has no effect on --task {any_of(chosen)}; leave it out")
         _refuse_index(document)
         text = "" if document is None else read_document(document, encoding)
         return cls(
@@ -107,7 +107,7 @@ def unread_options(tasks: Sequence[str], pairs: str | None, given: Mapping[str, 
     chosen = _chosen(tasks, pairs)
     unread = [option for option in given if all(option in choose_task(task).unread for task in chosen)]
     told = {option: option if given[option] is True else f"{option} {given[option]}" for option in unread}
-    return [f"{told[option]} has no effect on --task {', '.join(chosen)}" for option in unread]
+    return [f"{told[option]} has no effect on --task {any_of(chosen)}" for option in unread]
 
 
 def _refuse_without_text(names: list[str]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
-from sparsekv.formats.errors import AUTO_ELSEWHERE, UsageError, add_methods_hint, check_type, suggestion
+from sparsekv.formats.errors import AUTO_ELSEWHERE, UsageError, add_methods_hint, any_of, check_type, suggestion
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO
 from sparsekv.runtime.selection.interface import DENSE, MethodSpec, methods
@@ -51,6 +51,7 @@ def refuse_unused(
     *,
     asking: Collection[str] = (),
     answers: bool = True,
+    lacking: Mapping[str, str] | None = None,
 ) -> None:
     """Raise UsageError for an option that the user set and that none of the chosen methods reads.
 
@@ -61,6 +62,7 @@ def refuse_unused(
         decoding: names of chosen methods that select only for decode steps, not for a question's tokens.
         asking: names of chosen methods that select only for a question's tokens.
         answers: whether tokens are generated; False for a report on stored queries.
+        lacking: names of available methods for which the index has no tensors, with the command that adds each.
     """
     for name, value in parameters.items():
         if value is None:
@@ -73,10 +75,24 @@ def refuse_unused(
         option = f"--{name.replace('_', '-')}"
         if not having:
             owners = [of for of, method in (among or {}).items() if name in {field.name for field in fields(method)}]
-            other = f", or choose a method that has it: {', '.join(owners)}" if owners else ""
-            raise UsageError(f"{option} has no effect on {', '.join(chosen)}; leave it out{other}")
+            told = f"{option} has no effect on {any_of(chosen)}; leave it out"
+            raise UsageError(f"{told}{_method_with(owners, lacking or {})}")
         if all(why.values()):
-            raise UsageError(f"{option} has no effect on {', '.join(why)} {next(iter(why.values()))}; leave it out")
+            raise UsageError(f"{option} has no effect on {any_of(why)} {next(iter(why.values()))}; leave it out")
+
+
+def _method_with(owners: Sequence[str], lacking: Mapping[str, str]) -> str:
+    """Return the end of a message about an option: a method that has it; empty if there is none.
+
+    Args:
+        owners: methods that have the option.
+        lacking: methods for which the index has no tensors, with the command that adds each.
+    """
+    if usable := [name for name in owners if name not in lacking]:
+        return f", or choose a method that has it: {', '.join(usable)}"
+    if owners:
+        return f", or add {owners[0]}, which has it and which the index lacks: {lacking[owners[0]]}"
+    return ""
 
 
 def unread(

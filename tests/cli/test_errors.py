@@ -164,7 +164,7 @@ def test_documents(place: Path, content: bytes, code: int, says: tuple[str, ...]
         (
             ("eval", "doc.txt", "--task", "qa", "--task", "vt", "--depth", "50"),
             2,
-            ("--depth has no effect on --task qa, vt; leave it out",),
+            ("--depth has no effect on --task qa or vt; leave it out",),
         ),
         (("eval", "doc.txt", "--pairs", "x", "--depth", "50"), 2, ("--depth has no effect on --task qa",)),
         (("eval", "doc.txt", "--pairs", "x", "--task", "vt"), 2, ("--pairs has no effect without --task qa",)),

@@ -102,7 +102,7 @@ def test_a_text_in_the_place_of_an_index(place: Path, command: tuple[str, ...]) 
     fails(2, *command, "--index", "doc.txt", says=("doc.txt is a text, not an index", beside))
     shutil.rmtree("doc.skv")
     message = run_here(*command, "--index", "doc.txt").error()
-    assert shown(message) == ["sparsekv build-index doc.txt --tail 16"]
+    assert shown(message) == ["sparsekv build-index doc.txt"]
 
 
 MISSING = [

@@ -270,3 +270,24 @@ def test_defaults_of_a_project_are_neither_refused_nor_noted(
     outcome = run_here(*given)
     assert outcome.code == 0, outcome.stderr
     assert "no effect" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (
+            ("--page-size", "8"),
+            "--page-size has no effect on multipole; leave it out, or choose a method that has it: quest",
+        ),
+        (
+            ("--prefill", "squeezed", "--step", "4"),
+            "--step has no effect on multipole or --prefill squeezed; leave it out, or add csattention, which "
+            "has it and which the index lacks: `sparsekv build-index doc.skv --method csattention`",
+        ),
+        (("--method", "dense", "--page-size", "8"), "--page-size has no effect on dense; leave it out"),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_a_refusal_names_a_method_that_has_the_option(asked: tuple[str, ...], told: str) -> None:
+    """Only one that the index has, or one with the command that adds it."""
+    assert told in run_here("generate", *ASK, *asked).error()
