@@ -22,6 +22,8 @@ NUMBERS = {"number": "a number, such as 0.05", "integer": "a whole number"}
 NO_NUMBER = re.compile(r"Invalid value for '(--[a-z-]+)': Input should be a valid (number|integer)")
 QUESTION_FIRST = ("generate", "trace")
 """Commands whose argument is a question."""
+INDEX_FIRST = ("serve", "start", "convert", "build-index")
+"""Commands whose arguments are indices, or may be."""
 EXTRA, NO_OPTION = "Got unexpected extra argument", "No such option:"
 UNKNOWN = re.compile(rf"{NO_OPTION} (--?[^ ]+)")
 OPTION_NAME = re.compile(r"--?[a-zA-Z][\w-]*")
@@ -50,6 +52,8 @@ def described_usage(
         renamed = [one for one in arguments if one != "--end-to-end"]
         renamed[renamed.index(command)] = now
         return f"a whole model's steps are timed by a command of their own: {shown(*renamed)}"
+    if unknown and unknown[1] in ("--index", "-i") and command in INDEX_FIRST:
+        return f"{command} takes an index as an argument: {shown(*_without_option(unknown[1], arguments))}"
     if message.startswith(f"{NO_OPTION} --gpus"):
         if command not in BY_RANKS:
             return f"{command} runs as one process; several GPUs are for {' and '.join(BY_RANKS)}"
@@ -79,6 +83,11 @@ def described_usage(
             message += "; before a question that begins with a dash put --"
     page = [command] if command in COMMANDS and "'--gpus'" not in message else []  # --gpus belongs to sparsekv
     return f"{message}; {shown(*page, '--help')} says what there is"
+
+
+def _without_option(option: str, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the values of an option, but without its name."""
+    return [one.removeprefix(f"{option}=") for one in arguments if one != option]
 
 
 def _number(arguments: Sequence[str]) -> str:

@@ -75,3 +75,17 @@ def test_an_option_that_there_is_not_may_have_been_a_question() -> None:
     told = run_here("generate", "-why").error()
     assert told.startswith("No such option: -w; before a question that begins with a dash put --; ")
     assert "put --" not in run_here("generate", "--budgett", "5%").error()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("serve --index a.skv --index b.skv --port 0", "sparsekv serve a.skv b.skv --port 0"),
+        ("start -i a.skv", "sparsekv start a.skv"),
+        ("convert --index=a.skv", "sparsekv convert a.skv"),
+        ("build-index --index a.skv --method quest", "sparsekv build-index a.skv --method quest"),
+    ],
+)
+def test_an_index_that_is_an_argument_is_told_with_the_right_command(arguments: str, told: str) -> None:
+    command = arguments.split()[0]
+    assert run_here(*arguments.split()).error() == f"{command} takes an index as an argument: `{told}`"
