@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from sparsekv.cli.chatting.session import COMMANDS, Chat, as_question, completions, is_command, run_command
-from sparsekv.cli.common.console import note
+from sparsekv.cli.common.console import note, shortened
 from sparsekv.cli.common.failures import describe
 from sparsekv.cli.common.questions import MOST
 from sparsekv.formats.documents.document import UTF_8, marked_encoding, wait_for_stdin
@@ -208,6 +208,12 @@ def _lines() -> Iterator[str]:
         )
 
 
+WITH_OPTIONS = ("method", "budget", "stats", "help")
+"""Commands for which `chat` has an option of the same name."""
+_SHOWN = 60
+"""Maximum number of characters of a line that a message shows."""
+
+
 def _no_command(line: str, number: int) -> str:
     """Return the question that a line asks. A line that begins with // and a command's name loses its first slash.
 
@@ -215,11 +221,13 @@ def _no_command(line: str, number: int) -> str:
         UsageError: the line would be a command at a terminal.
     """
     first = line.split(" ")[0]
-    if first.removeprefix("/") in COMMANDS and first.startswith("/"):
+    name = first.removeprefix("/")
+    if name in COMMANDS and first.startswith("/"):
+        told = shortened(line.strip(), _SHOWN)
+        instead = f" and give --{name} instead" if name in WITH_OPTIONS else ""
         raise UsageError(
-            f"standard input line {number}: {first} is a command, and commands work only at a terminal; "
-            f"delete the line and give the command's option instead, or, if it is a question, write /{first} "
-            "to ask it"
+            f"standard input line {number}: {told} is a command, and commands work only at a terminal; "
+            f"delete the line{instead}, or, if it is a question, write /{told} to ask it"
         )
     return line[1:] if first.startswith("//") and first.removeprefix("//") in COMMANDS else line
 

@@ -6,7 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from support.command import fails, run_here, shell, sparsekv
+
+from sparsekv.cli import chat
+from sparsekv.cli.chatting.loop import _no_command
+from sparsekv.cli.chatting.session import COMMANDS
+from sparsekv.formats.errors import UsageError
 
 ASK = ("chat", "--model", "model", "--max-new-tokens", "8")
 
@@ -41,9 +47,20 @@ def test_a_line_is_never_a_command(place: Path) -> None:
 def test_a_line_that_would_be_a_command_is_refused(place: Path) -> None:
     done = sparsekv(*ASK, "-q", cwd=place, stdin="Why?\n/save talk.skv\n")
     assert (done.returncode, done.stdout) == (2, run_here("generate", "Why?", *ASK[1:], "-q").stdout)
-    assert "standard input line 2: /save is a command, and commands work only at a terminal" in done.stderr
-    assert "write //save to ask it" in done.stderr
+    assert "standard input line 2: /save talk.skv is a command, and commands work only at a terminal" in done.stderr
+    assert "; delete the line, or, if it is a question, write //save talk.skv to ask it" in done.stderr
     assert not (place / "talk.skv").exists()
+
+
+@pytest.mark.parametrize("line", [f"/{name} 2" for name in COMMANDS])
+def test_the_option_that_replaces_a_command_is_named_only_if_there_is_one(line: str) -> None:
+    name = line.split()[0].removeprefix("/")
+    with pytest.raises(UsageError) as raised:
+        _no_command(line, 1)
+    options = [option for one in typer.main.get_command(chat.app).params for option in one.opts]
+    told = f"delete the line and give --{name} instead," if f"--{name}" in [*options, "--help"] else "delete the line,"
+    assert f"line 1: {line} is a command" in str(raised.value)
+    assert told in str(raised.value)
 
 
 def test_dense_attention_talks_as_a_method_does_that_chooses_everything(place: Path) -> None:
