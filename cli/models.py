@@ -5,12 +5,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.options import JsonOption, QuietOption
 from sparsekv.cli.common.process import refuse_little_room
-from sparsekv.cli.common.tables import show_fitting
+from sparsekv.cli.common.tables import show_fitting, titled_table
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.models.find import EMBEDDED, known_models
 from sparsekv.formats.models.find import pull as fetch
@@ -22,7 +21,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False, help="List the bu
 def list_models(as_json: JsonOption = False) -> None:
     """List the models that need no model hub.
 
-    The table says which of them are in the cache.
+    The table says which of them are downloaded, and to which folder of the cache.
 
     \b
     sparsekv models list
@@ -31,13 +30,12 @@ def list_models(as_json: JsonOption = False) -> None:
     if as_json:
         say(json.dumps([asdict(model) for model in known], default=str, indent=1))
         return
-    table = Table()
-    for name in ("name", "what it is", "licence", "in the cache"):
-        table.add_column(name)
+    columns = ("name", "description", "licence", "downloaded")
+    table = titled_table("Models for --model that need no model hub", columns, ())
     for model in known:
-        size = f"{model.bytes / 1e6:.0f} MB in {model.folder}" if model.cached else "no: sparsekv models pull"
+        size = f"{model.bytes / 1e6:.0f} MB in {model.folder}" if model.cached else "not yet: sparsekv models pull"
         table.add_row(model.name, model.description, model.licence, size)
-    show_fitting(table, ("licence", "what it is"), width=200)
+    show_fitting(table, ("licence", "description"), width=200)
 
 
 @app.command(cls=Command)

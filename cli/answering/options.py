@@ -151,7 +151,8 @@ class AttentionOptions:
             help=(
                 "Tokens that the question attends to: all (dense), those that --method selects within --budget "
                 "(own), or those that METHOD selects. Default: dense, which reads the whole document once per "
-                "question. With own, most methods answer fewer questions correctly."
+                "question. With own, most methods answer fewer questions correctly. In eval this option is "
+                "--question-prefill."
             ),
             rich_help_panel=ATTENDED,
             autocompletion=names_of(methods, DENSE, Own.name),

@@ -174,8 +174,8 @@ class EvalOptions:
         typer.Option(
             metavar="|".join(prefills()),
             help=(
-                "How contexts are prefilled; repeatable. All are compared with dense attention after the first of "
-                "these prefills. Default: dense."
+                "How contexts are prefilled, as in build-index; repeatable. All are compared with dense attention "
+                "after the first of these prefills. Default: dense. generate's --prefill is --question-prefill here."
             ),
         ),
     ] = None
@@ -185,7 +185,7 @@ class EvalOptions:
             metavar="dense|own|METHOD",
             help=(
                 "Tokens that questions attend to: all (dense), those that the answer's method selects (own), or "
-                "those that METHOD selects."
+                "those that METHOD selects. In generate this option is --prefill."
             ),
             autocompletion=names_of(methods, DENSE, Own.name),
         ),

@@ -40,6 +40,7 @@ def test_a_models_name_is_whole(place: Path) -> None:
     code, shown = on_terminal("models", "list", cwd=place, columns=60)
     assert code == 0
     assert "smollm2-135m-instruct" in shown
+    assert "Models for --model that need no model hub" in shown
 
 
 def test_columns_that_are_left_out_are_named(place: Path) -> None:
