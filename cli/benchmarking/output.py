@@ -1,4 +1,4 @@
-"""Options that `bench` and `bench-model` share, and their timed decode steps as a table, JSON or CSV.
+"""Timed decode steps of `bench` and `bench-model` as a table, JSON or CSV.
 
 Also indexers that build the methods' tensors over synthetic keys and values.
 """
@@ -6,74 +6,23 @@ Also indexers that build the methods' tensors over synthetic keys and values.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.table import Table
 
+from sparsekv.cli.benchmarking.options import ITERATIONS
 from sparsekv.cli.common.console import say, say_csv
-from sparsekv.cli.common.options import FormatOptions, TableOptions, names_of
+from sparsekv.cli.common.options import FormatOptions, TableOptions
 from sparsekv.cli.common.tables import differing, grouped, say_markup, show_fitting, titled_table
-from sparsekv.formats.errors import UsageError
-from sparsekv.formats.index.schema import AUTO, KV_DTYPES, MethodRecord, kv_dtype_named
+from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.indexing.indexers.interface import BuiltLayer, Indexer, LayerInput, indexers
 from sparsekv.runtime.benchmark.end_to_end import ModelRow
 from sparsekv.runtime.benchmark.layer import LayerData
 from sparsekv.runtime.benchmark.layer_timer import StepTiming
-from sparsekv.runtime.benchmark.sources import LayerIndexer, Wanted
+from sparsekv.runtime.benchmark.sources import LayerIndexer
 from sparsekv.runtime.selection.interface import Budget
 from sparsekv.runtime.selection.registry import configure
-
-DEFAULT_BUDGETS = ["5%", "10%"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """Options for the timed steps. `bench` and `bench-model` share these options."""
-
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(help="Contexts per batch, or with --shared questions over one context; repeatable. Default: 1."),
-    ] = None
-    shared: Annotated[
-        bool, typer.Option("--shared", help="Time the questions of a --batch over one context, which they share.")
-    ] = False
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 5% and 10%."),
-    ] = None
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|int8",
-            help=(
-                "Storage dtype of the synthetic keys and values that sparsekv's steps read; on a GPU only. auto: that "
-                "of --dtype. With int8 and --shared, MB counts selected rows at full precision."
-            ),
-            autocompletion=names_of(lambda: KV_DTYPES),
-        ),
-    ] = AUTO
-    seed: Annotated[int, typer.Option(help="Seed of the synthetic data and of the indices.")] = 0
-
-    def wanted(self, contexts: list[str] | None, dtype: str) -> Wanted:
-        """Return the sizes of the layers to time. The numbers of heads and channels are None, which means the defaults.
-
-        Args:
-            contexts, dtype: values of --context and --dtype.
-
-        Raises:
-            UsageError: --shared is given without --batch, or the storage dtype is unknown.
-        """
-        if self.shared and not self.batch:
-            raise UsageError(
-                "--shared needs the number of questions that share a document; give it with --batch, such as --batch 16"
-            )
-        stored, heads = kv_dtype_named(self.kv_dtype), (None, None, None)
-        return Wanted(contexts or [], self.batch or [], *heads, dtype, self.seed, self.shared, stored)
-
-
-ITERATIONS = 3  # iterations of k-means: more of them improve the clusters, but not the time of a step
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.formats.errors import UsageError, choose_one
 from sparsekv.formats.index.schema import Weights
@@ -19,6 +19,7 @@ from sparsekv.runtime.attention.sparse_layer import packed_layer
 from sparsekv.runtime.benchmark.clock import Timing, clock_for
 from sparsekv.runtime.benchmark.layer import LayerData, dense_layer, place_rows, sparse_layer
 from sparsekv.runtime.benchmark.layer_timer import OWN, DenseForm, RefusedError, dense_forms, refuse_unshared
+from sparsekv.runtime.benchmark.settings import CONFIGS
 from sparsekv.runtime.cache.index_cache import Fed, IndexCache, SequenceCache
 from sparsekv.runtime.cache.kv_store import MiddleRows
 from sparsekv.runtime.cache.packed_cache import PackedCache, PackedLayer, PackedStep, Piece
@@ -97,39 +98,6 @@ def packed_cache(layers: list[StoredLayer], questions: int) -> PackedCache:
         for layer in layers
     ]
     return PackedCache(IndexCache(layers), packed, questions)
-
-
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3-8b": lambda: Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=False,
-    ),
-    "llama-3.1-8b": lambda: LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    ),
-    "smollm2-135m": lambda: LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    ),
-}
-"""Model configs by name. They have only the fields that determine a step's time, so RoPE's parameters are left out."""
 
 
 def model_config(name: str) -> PreTrainedConfig:

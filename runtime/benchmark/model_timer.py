@@ -23,13 +23,14 @@ from sparsekv.runtime.benchmark.end_to_end import (
 )
 from sparsekv.runtime.benchmark.layer import ALIKE, LayerData
 from sparsekv.runtime.benchmark.layer_timer import RefusedError, check_runs, configured, machine
-from sparsekv.runtime.benchmark.sources import LayerIndexer, Mixtures, Wanted, index_mixture
+from sparsekv.runtime.benchmark.settings import MODEL_METHODS, Wanted
+from sparsekv.runtime.benchmark.sources import LayerIndexer, Mixtures, index_mixture
 from sparsekv.runtime.decoding.compiled import MODES, compile_layers
 from sparsekv.runtime.decoding.load import BITS
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, MiddleContext, methods
 from sparsekv.runtime.selection.registry import refuse_unused
 
-DEFAULT_METHODS, DISTINCT = ["multipole"], 2
+DISTINCT = 2
 DEFAULT_CONFIG = {"cpu": "smollm2-135m", "cuda": "qwen3-8b"}
 DEFAULT_CONTEXTS = {"cpu": ["8K"], "cuda": ["128K"]}
 RUNS = {"cpu": 10, "cuda": 30}
@@ -94,7 +95,7 @@ class ModelTimer:
             head_dim=head_dim(self.config),
         )
         self.source = Mixtures(wanted, self.device, indexed)
-        self.chosen = {name: methods()[name] for name in self.source.methods(what.methods or DEFAULT_METHODS)}
+        self.chosen = {name: methods()[name] for name in self.source.methods(what.methods or MODEL_METHODS)}
         self.built = indexers(list(self.chosen), head_dim=head_dim(self.config))
         building: dict[str, type] = {f"the index of {name}": type(one.parameters) for name, one in self.built.items()}
         refuse_unused(self.chosen | building, parameters, decoding=self.chosen)

@@ -11,9 +11,10 @@ import torch
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Int8Stored
 from sparsekv.formats.index.reader import Artifact
-from sparsekv.formats.index.schema import KVDtype, MethodRecord
+from sparsekv.formats.index.schema import MethodRecord
 from sparsekv.formats.models.load import DTYPES
 from sparsekv.runtime.benchmark.layer import LayerData, Shape, mixture
+from sparsekv.runtime.benchmark.settings import LAYER_METHODS, Wanted
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.prepare import stored_context
 from sparsekv.runtime.selection.interface import LayerPosition, MiddleContext
@@ -184,31 +185,8 @@ def stored_index(data: LayerData, artifact: Artifact, name: str) -> Indexed:
     return Indexed(context, artifact.manifest.methods.get(name))
 
 
-DEFAULT_METHODS = ("codes", "squeezed", "multipole", "quest", "window")
 LEAST_CONTEXT, LARGEST_SEED = 512, 2**31 - 1
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Sizes of layers that the user has set. The default of a None or empty size depends on the device or the index.
-
-    Attributes:
-        contexts: numbers of tokens of a context, such as `32K`.
-        batches: numbers of contexts, or with `shared` of questions.
-        shared: a batch consists of several questions over one context, not of several contexts.
-        kv_dtype: storage dtype of keys and values; None: `dtype`.
-    """
-
-    contexts: list[str]
-    batches: list[int]
-    heads: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    dtype: str
-    seed: int
-    shared: bool = False
-    kv_dtype: KVDtype | None = None
 
 
 @dataclass(frozen=True)
@@ -261,7 +239,7 @@ class Mixtures:
 
     def methods(self, names: list[str]) -> list[str]:
         """Return the names of the methods to time. Raises UsageError for a method that cannot run."""
-        return choose_methods(names or list(DEFAULT_METHODS), list(self.indexed))
+        return choose_methods(names or list(LAYER_METHODS), list(self.indexed))
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:
         """Yield the layers one at a time. Each layer is generated when the caller asks for it."""
@@ -308,7 +286,7 @@ class StoredLayerSource:
 
     def methods(self, names: list[str]) -> list[str]:
         usable = methods_of(self.artifact)
-        default = [name for name in DEFAULT_METHODS if name in usable]
+        default = [name for name in LAYER_METHODS if name in usable]
         return methods_of(self.artifact, names or default)
 
     def layers(self, built: Mapping[str, LayerIndexer]) -> Iterator[LayerData]:

@@ -9,7 +9,7 @@ from support.command import run_here
 from support.tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
-from sparsekv.runtime.benchmark.end_to_end import CONFIGS
+from sparsekv.runtime.benchmark.settings import CONFIGS
 from sparsekv.runtime.selection.interface import Budget
 
 
