@@ -83,13 +83,19 @@ def index_here(recipe: BuildRecipe, targets: Sequence[Target], show: Progress, d
 
 def failure(build: Callable[[], None]) -> str:
     """Run a build and return its error as one line of text, or an empty string. Ctrl-C is raised."""
+    error = _error_of(build)
+    return "" if error is None else describe(error, "build-index")
+
+
+def _error_of(build: Callable[[], None]) -> Exception | None:
+    """Run a build and return its error, if there is one. Ctrl-C is raised."""
     try:
         build()
     except Exception as error:
         if any(isinstance(one, KeyboardInterrupt) for one in causes(error)):
             raise  # libraries turn Ctrl-C into errors of their own
-        return describe(error, "build-index")
-    return ""
+        return error
+    return None
 
 
 class IndexWorker(RayWorker[BuildRecipe, Target]):
@@ -166,8 +172,9 @@ def refuse_unwatchable(targets: Sequence[Target]) -> None:
 def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
     """Build the documents' indices, and build each again when its text has changed, until Ctrl-C.
 
-    An error of a build is printed, and the document is still watched; only an error of the first build of a single
-    document is raised. `--force` applies to the first round of builds only.
+    An error of a build is printed, and the document is still watched. If the text was not refused, as on a full disk,
+    it is built again at the next change of any file, even if it stays the same. Only an error of the first build of a
+    single document is raised. `--force` applies to the first round of builds only.
 
     Raises:
         SparsekvError: the first build of a single document failed, or the files cannot be watched.
@@ -182,7 +189,8 @@ def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
             states |= {target: recipe.text_state(target) for target in targets}
             changed = [target for target in targets if states[target] != before.get(target)]
             for target in changed:
-                _build(recipe, target, load, alone=not before and len(targets) == 1)
+                if _build(recipe, target, load, alone=not before and len(targets) == 1):
+                    del states[target]
             recipe = replace(recipe, config=replace(recipe.config, force=False))
             if changed:
                 note(f"watching {watched}; Ctrl-C ends it", quiet=recipe.quiet)
@@ -191,8 +199,11 @@ def build_and_watch(recipe: BuildRecipe, targets: Sequence[Target]) -> None:
         changes.close()
 
 
-def _build(recipe: BuildRecipe, target: Target, load: Callable[[], LoadedModel], *, alone: bool) -> None:
-    """Build an index and print its path. An error is printed, or raised if `alone` is True."""
+def _build(recipe: BuildRecipe, target: Target, load: Callable[[], LoadedModel], *, alone: bool) -> bool:
+    """Build an index and print its path; return whether the same text is to be tried again.
+
+    An error is printed, or raised if `alone` is True. Another attempt may succeed unless the text was refused.
+    """
 
     def index() -> None:
         with progress(quiet=recipe.quiet) as show:
@@ -201,9 +212,12 @@ def _build(recipe: BuildRecipe, target: Target, load: Callable[[], LoadedModel],
 
     if alone:
         index()
-    elif wrong := failure(index):
+    elif (error := _error_of(index)) is not None:
+        wrong = describe(error, "build-index")
         named = wrong.startswith(target.document) or wrong.endswith(target.document)
         tell(printable(wrong if named else f"{target.document}: {wrong}"), soft_wrap=True)
+        return not isinstance(error, UsageError)
+    return False
 
 
 class _Changes:

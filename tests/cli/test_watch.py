@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 
@@ -15,8 +16,9 @@ from support.command import fails, start
 from support.forked import Run
 
 from sparsekv.cli.building.recipe import Target
-from sparsekv.cli.building.several import _Changes
+from sparsekv.cli.building.several import _Changes, build_and_watch
 from sparsekv.formats.checksums import hash_bytes
+from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.index.manifest import read_manifest
 
 HOW = ("--model", "model", "--method", "squeezed", "--tail", "32")
@@ -145,6 +147,58 @@ def test_an_error_is_told_and_the_next_save_is_indexed(place: Path) -> None:
         assert "no such file: doc.txt" in watched.until_watching()
         (place / "doc.txt").write_text(text + "Line 24 is new.\n")
         assert "tokens to prefill" in watched.until_watching()
+
+
+@dataclass(frozen=True)
+class _Config:
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A recipe that refuses the text `refused`, and whose builds of `broken` fail at the first two attempts.
+
+    `built` lists the attempts.
+    """
+
+    built: list[str]
+    config: _Config = field(default_factory=_Config)
+    quiet: bool = True
+
+    def load(self) -> None:
+        pass
+
+    def text_state(self, target: Target) -> str:
+        return "the same text"
+
+    def index(self, target: Target, *_: object) -> None:
+        self.built.append(target.document)
+        if target.document == "broken" and self.built.count("broken") < 3:
+            raise SparsekvError("no space left")
+        if target.document == "refused":
+            raise UsageError("refused is not text")
+
+
+def test_a_failed_build_is_tried_again_at_the_next_save_of_the_same_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What failed, such as a full disk, may have been mended.
+
+    A document that is built waits for another text, and so does one whose text is refused.
+    """
+    monkeypatch.chdir(tmp_path)
+    saves = iter(range(4))
+
+    def wait(_: _Changes) -> None:
+        if next(saves, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Changes, "wait", wait)
+    recipe, targets = _Recipe([]), [Target(name, Path(f"{name}.skv")) for name in ("whole", "refused", "broken")]
+    with pytest.raises(KeyboardInterrupt):
+        build_and_watch(recipe, targets)  # type: ignore[arg-type]
+    assert recipe.built == ["whole", "refused", "broken", "broken", "broken"]
+    assert capsys.readouterr().out.split() == ["whole.skv", "broken.skv"]
 
 
 def test_refusals(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
