@@ -354,13 +354,14 @@ class _Asking:
                 while key not in self.answers.known:
                     self._keep(*next(answered), way)
                 yield Result(self.context, question, way, self.answers.known[key], len(self.prompt.input_ids))
-        if self.opened is not None:
-            self.opened, kept = None, self.folder().with_suffix(".kept")
-            # The file `.kept` marks an index of a run with `keep`, so that later runs without `keep` leave the index.
-            if self.comparison.keep:
-                kept.touch()
-            elif not kept.exists():
-                shutil.rmtree(self.folder())
+        self.opened, index = None, self.folder()
+        # The file `.kept` marks an index of a run with `keep`, so that later runs without `keep` leave the index.
+        kept = index.with_suffix(".kept")
+        # An earlier run that was killed after its last answer has left the index, too.
+        if index.exists() and self.comparison.keep:
+            kept.touch()
+        elif index.exists() and not kept.exists():
+            shutil.rmtree(index)
 
     def key(self, variant: Variant, question: Question) -> str:
         """Return the key under which an answer is stored: a hash of all inputs that determine the answer."""

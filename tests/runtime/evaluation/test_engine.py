@@ -138,6 +138,24 @@ def test_methods_are_dense_in_the_first_layers_on_request(loaded: LoadedModel, t
     assert read(0) == none
 
 
+def test_a_run_that_is_killed_after_its_last_answer_leaves_no_index_to_the_next_run(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = _comparison(loaded, ("quest",), budgets=[Budget(0.05)], keep=False)
+
+    def kill(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sparsekv.runtime.evaluation.engine.shutil.rmtree", kill)
+        with pytest.raises(KeyboardInterrupt):
+            _prefilled(comparison, CONTEXT, tmp_path)
+    (index,) = (tmp_path / INDICES).glob("*.skv")
+    _, passes = _prefilled(comparison, CONTEXT, tmp_path)
+    assert not any(passes), "all answers are known"
+    assert not index.exists()
+
+
 def test_a_residual_has_no_centroids_of_a_method_of_an_earlier_run(loaded: LoadedModel, tmp_path: Path) -> None:
     """The earlier run has kept an index whose other method has the fewest centroids."""
     coarse = MultipoleIndexer(levels=(0.03,), block=80)
