@@ -136,7 +136,7 @@ def masked(world: World, index: OpenIndex) -> None:
     recording = Recording(index, asker)
     answer = asker.ask(asked, Sampling(world.case.answer))
     fed, copied = fed_with(asked, answer.ids), recording.asker.ask(asked, Sampling(world.case.answer))
-    if copied.ids == answer.ids:
+    if copied.ids == answer.ids and copied.kv_fraction is not None and answer.kv_fraction is not None:
         apart = abs(copied.kv_fraction - answer.kv_fraction)
         expect(apart <= 1e-3 * (1 + copied.kv_fraction), "fused kv fraction", f"{answer}, and {copied}")
     for chosen in recording.found.values():
