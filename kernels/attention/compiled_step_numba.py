@@ -165,7 +165,7 @@ class LanesModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, LANES_IR)
 
 
-def _pointer(builder, address, kind):
+def address_as(builder, address, kind):
     return builder.inttoptr(address, kind.as_pointer())
 
 
@@ -174,7 +174,7 @@ def load_lanes(context, address):
     """Load the four float32 at an address."""
 
     def generate(context, builder, signature, arguments):
-        return builder.load(_pointer(builder, arguments[0], LANES_IR), align=4)
+        return builder.load(address_as(builder, arguments[0], LANES_IR), align=4)
 
     return LANES_OF(types.int64), generate
 
@@ -184,7 +184,7 @@ def store_lanes(context, address, lanes):
     """Store a vector of four float32 at an address."""
 
     def generate(context, builder, signature, arguments):
-        builder.store(arguments[1], _pointer(builder, arguments[0], LANES_IR), align=4)
+        builder.store(arguments[1], address_as(builder, arguments[0], LANES_IR), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, LANES_OF), generate
@@ -221,7 +221,7 @@ def byte_at(context, address):
     """Load the byte at an address, as int64."""
 
     def generate(context, builder, signature, arguments):
-        return builder.zext(builder.load(_pointer(builder, arguments[0], ir.IntType(8))), ir.IntType(64))
+        return builder.zext(builder.load(address_as(builder, arguments[0], ir.IntType(8))), ir.IntType(64))
 
     return types.int64(types.int64), generate
 

@@ -6,7 +6,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -141,31 +141,59 @@ def one_row_linears(
 def multiply(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply rows [..., K] by weights [N, K] and add a bias [N]; return [..., N] in the rows' dtype.
 
-    On a CPU with numba and GNU OpenMP, up to FEW rows are multiplied by compiled code.
+    On a CPU with numba and GNU OpenMP, up to FEW rows are multiplied by compiled code (`CompiledProduct`).
     """
+    product = CompiledProduct.of(weight, bias) if takes(rows, weight.channels) else None
+    if product is not None:
+        return product(rows)
     flat = rows.reshape(-1, rows.shape[-1])
-    found = _on_cpu(flat, weight, bias) if rows.is_cpu and _few(flat) else None
-    if found is None:
-        found = int8_linear(flat, weight, bias) if isinstance(weight, Int8Weight) else int4_linear(flat, weight, bias)
+    found = int8_linear(flat, weight, bias) if isinstance(weight, Int8Weight) else int4_linear(flat, weight, bias)
     return found.view(*rows.shape[:-1], len(weight.scales))
 
 
-def _on_cpu(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Multiply like `int8_linear` or `int4_linear` by compiled code, on torch's threads.
+def takes(rows: torch.Tensor, channels: int) -> bool:
+    """Whether `CompiledProduct` can multiply rows [..., K] by weights of `channels` input channels."""
+    return rows.is_cpu and rows.shape[-1] == channels and 0 < rows.numel() <= FEW * channels
 
-    Sums are float32 for rows of any dtype. Return None if the compiled code is not available.
+
+class CompiledProduct:
+    """Compiled product of few rows with a layer's quantised weights on a CPU, on torch's threads.
+
+    The kernel's job holds only the addresses of the tensors, and so this object keeps references to the tensors. A call
+    copies the job, because filling a new one takes longer.
+
+    Args:
+        kernel: the compiled module.
     """
-    if (kernel := compiled_kernels("quantised_numba", "linear")) is None:
-        return None
-    (R, K), N, bits = rows.shape, len(weight.scales), weight.bits
-    padded = K if bits == 8 else PAIR * weight.numbers.shape[1]
-    exact, more = rows.float().contiguous(), None if bias is None else bias.float().contiguous()
-    threads = torch.get_num_threads() if N * K >= WORTH_IT else 1
-    scratch, output = exact.new_empty(threads, kernel.OUTPUTS, padded + R), exact.new_empty(R, N)
-    tensors = exact, weight.numbers, weight.scales, more, output, scratch
-    job = kernel.Job(*(0 if one is None else one.data_ptr() for one in tensors), R, N, K, padded, bits)
-    threads_of_torch()(kernel.STEP.address, ctypes.addressof(job), threads, 0)
-    return output.to(rows.dtype)
+
+    def __init__(self, kernel: Any, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None):
+        N, K = len(weight.scales), weight.channels
+        padded = K if weight.bits == 8 else PAIR * weight.numbers.shape[1]
+        self.tensors = weight.numbers, weight.scales, None if bias is None else bias.float().contiguous()
+        numbers, scales, more = (0 if one is None else one.data_ptr() for one in self.tensors)
+        self.job = kernel.Job(0, numbers, scales, more, 0, 0, 0, N, K, padded, weight.bits)
+        self.step, self.outputs, self.channels, self.split = kernel.STEP.address, N, K, N * K >= WORTH_IT
+        # The kernel converts the weights for several rows, and 4-bit weights, in scratch memory.
+        self.together, self.padded, self.restores = kernel.OUTPUTS, padded, weight.bits == 4
+
+    @classmethod
+    def of(cls, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> Self | None:
+        """Make the product of a layer; None without numba or GNU OpenMP."""
+        kernel = compiled_kernels("quantised_numba", "linear")
+        return None if kernel is None else cls(kernel, weight, bias)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows [..., K] that `takes` accepts; return [..., N] in the rows' dtype. Sums are float32."""
+        exact = rows.float().contiguous()
+        output, number = exact.new_empty((*rows.shape[:-1], self.outputs)), exact.numel() // self.channels
+        job = type(self.job).from_buffer_copy(self.job)
+        job.rows, job.output, job.R = exact.data_ptr(), output.data_ptr(), number
+        threads = torch.get_num_threads() if self.split else 1
+        if self.restores or number > 1:
+            scratch = exact.new_empty(threads, self.together, self.padded + number)
+            job.scratch = scratch.data_ptr()
+        threads_of_torch()(self.step, ctypes.addressof(job), threads, 0)
+        return output.to(rows.dtype)
 
 
 class QuantisedLinear(nn.Module):
@@ -188,6 +216,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("numbers", weight.numbers)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("bias", bias)
+        self._compiled: CompiledProduct | None = None
 
     @property
     def rounded(self) -> Int8Weight | Int4Weight:
@@ -202,7 +231,19 @@ class QuantisedLinear(nn.Module):
         if torch.compiler.is_compiling():
             output: torch.Tensor = _opaque(rows, self.numbers, self.scales, self.bias)
             return output
+        if takes(rows, self.in_features) and (product := self._product()) is not None:
+            return product(rows)
         return multiply(rows, self.rounded, self.bias)
+
+    def _product(self) -> CompiledProduct | None:
+        """Return the compiled product of this layer; None without numba or GNU OpenMP.
+
+        It is made again if the weights' address has changed, because a copied layer begins with the original's product.
+        """
+        held = self._compiled
+        if held is None or held.job.numbers != self.numbers.data_ptr():
+            held = self._compiled = CompiledProduct.of(self.rounded, self.bias)
+        return held
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.rounded.bits}"

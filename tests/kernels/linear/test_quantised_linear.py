@@ -1,5 +1,7 @@
 """Linear layers of a model that are replaced by rounded ones, and those that stay."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from support.causal_families import tiny_config, tiny_model
@@ -112,6 +114,20 @@ def test_memory_of_a_model_counts_its_rounded_weights() -> None:
         model.set_submodule("0", QuantisedLinear(weight, None, torch.float32))
         sizes.append(model_bytes(model))
     assert sizes == [64 * 1024 + 4 * 64, 64 * 1024 * 9 // 16]
+
+
+@by_bits
+@torch.inference_mode()
+def test_copied_layer_multiplies_by_its_own_weights(bits: int) -> None:
+    """The compiled product of a layer holds the addresses of its weights."""
+    weight = normal(1, 33, 100)
+    layer = QuantisedLinear(round_to_int8(weight) if bits == 8 else round_to_int4(weight), None, torch.float32)
+    row = normal(0, 1, 1, 100)
+    before = layer(row)
+    copied = deepcopy(layer)
+    copied.scales.zero_()
+    assert not copied(row).any()
+    assert torch.equal(layer(row), before)
 
 
 @by_bits
