@@ -23,6 +23,7 @@ from sparsekv.kernels.scores.logits import attention_logits, softcapped
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 LARGEST_EXPONENT = 60.0  # upper bound of a logit minus its log-sum-exp: sums of exponentials stay within float32
+SPARE = 256  # exact rows for which scratch memory is allocated in advance
 _took: list[float] = []
 
 
@@ -79,6 +80,7 @@ class CompiledStep:
 
     def __init__(self, kernel: Any, tensors: tuple[torch.Tensor | None, ...], **sizes: float):
         self.kernel, self.tensors, self.on_threads = kernel, tensors, threads_of_torch()
+        self.scratch_sizes: dict[tuple[int, ...], int] = {}
         self.job = kernel.Job(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), **sizes)
 
     @classmethod
@@ -136,10 +138,23 @@ class CompiledStep:
     def run(self, job: Any, query: torch.Tensor) -> torch.Tensor:
         """Run a query's job on all threads; return the scratch memory, which has the job's intermediate results."""
         threads = torch.get_num_threads()
-        scratch = query.new_empty(self.kernel.scratch_size(job, threads))
+        scratch = query.new_empty(self._scratch_size(job, threads))
         job.scratch = scratch.data_ptr()
         self.on_threads(self.kernel.STEP.address, ctypes.addressof(job), threads, 0)
         return scratch
+
+    def _scratch_size(self, job: Any, threads: int) -> int:
+        """Return a size of the scratch memory, in 32-bit words, that suffices for the job.
+
+        Sizes are kept for the next steps: the size of a job with SPARE more exact rows suffices for as many steps.
+        """
+        key = job.G, job.budget, job.E // SPARE, threads
+        size = self.scratch_sizes.get(key)
+        if size is None:
+            larger = type(job).from_buffer_copy(job)
+            larger.E = (key[2] + 1) * SPARE
+            size = self.scratch_sizes[key] = self.kernel.scratch_size(larger, threads)
+        return size
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ that records keys and queries.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class AttentionCall:
     @property
     def grouped(self) -> torch.Tensor:
         """The query as [Hk, G, Q, D], by KV head."""
-        return self.query.view(len(self.keys), -1, *self.query.shape[1:])
+        return self.query.view(self.keys.shape[0], -1, *self.query.shape[1:])
 
     @property
     def scaling(self) -> LogitScaling:
@@ -234,7 +234,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     _refuse_unfollowed(module, query, key, dropout, kwargs)
-    batch, sinks, channels = len(query), kwargs.get("s_aux"), value.shape[-1]
+    (batch, _, tokens, _), sinks, channels = query.shape, kwargs.get("s_aux"), value.shape[-1]
     attend = _compiled_attend if torch.compiler.is_compiling() else _attend
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = equal_channels(query, key, value)
@@ -248,13 +248,18 @@ def _attention(
         attention_mask,
         sinks if sinks is None or batch == 1 else sinks.repeat(batch),
     )
+    if output.shape[-1] != channels:
+        output = output[..., :channels]
     # Contiguous, like the output of transformers' own attention, because some models view it in another shape.
-    return output[..., :channels].unflatten(0, (batch, -1)).transpose(1, 2).contiguous(), None
+    return output.reshape(batch, -1, tokens, channels).transpose(1, 2).contiguous(), None
 
 
-def equal_channels(*rows: torch.Tensor) -> list[torch.Tensor]:
+def equal_channels(*rows: torch.Tensor) -> Sequence[torch.Tensor]:
     """Pad tensors [..., D] with zeros to the largest D; zero channels do not change logits."""
-    most = max(each.shape[-1] for each in rows)
+    sizes = {each.shape[-1] for each in rows}
+    if len(sizes) == 1:
+        return rows
+    most = max(sizes)
     return [each if each.shape[-1] == most else pad(each, (0, most - each.shape[-1])) for each in rows]
 
 

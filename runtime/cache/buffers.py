@@ -18,6 +18,7 @@ class ReadRows:
     """
 
     def __init__(self, heads: int, device: torch.device):
+        self.heads = heads
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
         self.by_kernels = torch.zeros(heads, dtype=torch.int64, device=device)
         self.per_count, self.known, self.dense = 0, 0.0, 0
@@ -32,12 +33,12 @@ class ReadRows:
             rows: rows read per KV head, as a number or as [Hk, Q or 1].
             middle: number of tokens between sinks and tail, of which dense attention would read all keys and values.
         """
-        heads, known = len(self.by_kernels), 0.0
+        known = 0.0
         if isinstance(rows, int | float):
-            known = heads * rows
+            known = self.heads * rows
         else:
             self.counted += rows.sum()
-        self.step = known, 2 * heads * middle
+        self.step = known, 2 * self.heads * middle
         if not self.deferred:
             self.advance()
 

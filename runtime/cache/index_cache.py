@@ -308,7 +308,7 @@ class IndexCache(SequenceCache):
         if self.watched is not None:
             self.watched.write(call, slice(-1, None))
         layer = self.by_number[call.layer]
-        layer.update(call.keys[None], call.values[None])
+        layer.append(call.keys, call.values)
         return layer.attend(call)
 
     def own_keys(self, layer: int, slot: int, tokens: int) -> torch.Tensor:
@@ -323,7 +323,7 @@ class IndexCache(SequenceCache):
     def restore(self, slot: int, kept: KeptRows) -> None:
         for layer, (keys, values) in zip(self.stored_layers, kept.to(self.tokens.device).rows, strict=True):
             layer.used = layer.first
-            layer.update(keys[None], values[None])
+            layer.append(keys, values)
         for name, tensor in self.live_states().items():
             tensor.copy_(kept.state[name])
 

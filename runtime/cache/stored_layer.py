@@ -146,16 +146,20 @@ class StoredLayer(RowLayer):
 
         Between `reserve` and `release`, each call appends one row, which `advance` then counts.
         """
+        self.append(key_states.flatten(0, 1), value_states.flatten(0, 1))
+        return key_states, value_states
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append new rows [Hk, Q, D], as `update` does."""
         if self.step_row is not None:
-            key, value = key_states.flatten(0, 1), value_states.flatten(0, 1)
-            store_new_row((self.keys, self.values), (key, value), self.step_row.row)
-            return key_states, value_states
-        start, self.used = self.used, self.used + key_states.shape[2]
+            store_new_row((self.keys, self.values), (keys, values), self.step_row.row)
+            return
+        start, tokens = self.used, keys.shape[1]
+        self.used = start + tokens
         if self.used > self.keys.shape[1]:
             self.keys, self.values = _grow(self.keys, start, self.used), _grow(self.values, start, self.used)
-        self.keys[:, start : self.used] = key_states.flatten(0, 1)
-        self.values[:, start : self.used] = value_states.flatten(0, 1)
-        return key_states, value_states
+        self.keys.narrow(1, start, tokens).copy_(keys)
+        self.values.narrow(1, start, tokens).copy_(values)
 
     def reserve(self, step_row: DynamicSlot, tokens: int) -> None:
         """Switch to appending one row per step, at `step_row`, with buffer capacity for `tokens` more rows."""

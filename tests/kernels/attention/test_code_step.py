@@ -11,7 +11,7 @@ from support.kernel_runs import with_threads
 from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
 
-from sparsekv.kernels.attention.cluster_step import choose_by_codes, compiled_kernels
+from sparsekv.kernels.attention.cluster_step import SPARE, choose_by_codes, compiled_kernels
 
 every_form = pytest.mark.parametrize("form", FORMS)
 
@@ -70,6 +70,20 @@ def test_more_rows_than_a_block_and_more_threads_than_heads(threads: int) -> Non
     with with_threads(threads):
         assert_close(step.attend(), step.expected(), 1e-5)
         assert torch.equal(step.attend(), step.attend())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_scratch_memory_suffices_while_exact_rows_are_appended(threads: int) -> None:
+    """Sizes are kept from step to step, and for another budget or another number of threads they are computed anew."""
+    step = some_step()
+    compiled = step.codes.compiled
+    assert compiled is not None
+    for budget in (1, step.budget):
+        job = compiled.prepare(step.query, budget)
+        for exact in (0, 1, SPARE - 1, SPARE, SPARE + 1, 3 * SPARE, 2):
+            job.E = exact
+            for number in (1, threads):
+                assert compiled._scratch_size(job, number) >= compiled.kernel.scratch_size(job, number)
 
 
 @every_form
