@@ -2,7 +2,8 @@
 
 Triton's interpreter runs code that the compiler may refuse. Run the program with TRITON_INTERPRET=0. It compiles the
 kernels of attention, of storing rows, of ranks by posting lists and by codes, of several queries over codes, of the
-choice of clusters for several questions, of logits of int8 centroids, and of the sum over ranks.
+choice of clusters for several questions, of logits of int8 centroids, of products of one row, and of the sum over
+ranks.
 """
 
 import sys
@@ -24,6 +25,8 @@ from sparsekv.kernels.common import run_rows_triton
 from sparsekv.kernels.common.kernel_inputs import Centroids, Int8Kernel, RowScales, RunRows, ScoredCentroids
 from sparsekv.kernels.distributed import sum_triton
 from sparsekv.kernels.distributed.shared_memory import bytes_shared
+from sparsekv.kernels.linear import quantised_triton
+from sparsekv.kernels.linear.quantised import Weight, round_to_int4, round_to_int8
 from sparsekv.kernels.posting_lists import list_ranks_triton, top_ranks_triton
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, KeyGroups
 from sparsekv.kernels.posting_lists.posting_lists import ListCodes
@@ -33,7 +36,7 @@ from .summing_ranks import add_up_all
 
 TARGET, SHARED_MEMORY = GPUTarget("cuda", 90, 32), 227 * 1024  # of an H100 or H200
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int16: "*i16"}
-NAMES |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
+NAMES |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 OPTIONS = ("num_warps", "maxnreg")
 H, G, B, M = 2, 4, 3, 640
 
@@ -168,12 +171,25 @@ def add_up(D: int, dtype: torch.dtype, softcap: float | None) -> None:
     shares_triton.attention_shares_triton(query, keys, query, seen, torch.ones(70), 0.1, softcap)
 
 
+def multiply(K: int, dtype: torch.dtype, outputs: tuple[int, ...], *, early: bool, biased: bool) -> None:
+    """Compile joint products of one row with int8, 4-bit and unrounded weights.
+
+    With `early`, as a dependent launch from Hopper on.
+    """
+    dense = [torch.zeros(count, K, dtype=dtype) for count in outputs]
+    kinds: list[list[Weight]] = [[round_to_int8(one) for one in dense], [round_to_int4(one) for one in dense]]
+    biases = [torch.zeros(count, dtype=dtype) if biased else None for count in outputs]
+    with patch.object(quantised_triton, "dependent_launch", lambda _: {"EARLY": early}):
+        for weights in (*kinds, dense):
+            quantised_triton.one_row_linears_triton(torch.zeros(1, K, dtype=dtype), weights, biases)
+
+
 def main() -> None:
     """Compile all launches, print the number of kernels, and fail if a kernel does not fit an SM."""
     (
         partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists,
         total, store, sums, scores, take, taken, weights, ranks,
-        each_query, each_key,
+        each_query, each_key, fixed, row,
     ) = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
@@ -200,6 +216,8 @@ def main() -> None:
         Compiler(list_ranks_triton._rank_kernel),
         Compiler(shares_triton._logsumexp_kernel),
         Compiler(shares_triton._shares_kernel),
+        Compiler(quantised_triton.fixed_point_kernel),
+        Compiler(quantised_triton._one_row_kernel),
     ]  # fmt: skip
     multiprocessors = {"count_sms": lambda _: 132}
     with (
@@ -215,6 +233,7 @@ def main() -> None:
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.multiple(shares_triton, _logsumexp_kernel=each_query, _shares_kernel=each_key, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
+        patch.multiple(quantised_triton, fixed_point_kernel=fixed, _one_row_kernel=row),
         patch.multiple(joint_ranks_triton, _joint_kernel=joint, _coarse_kernel=coarse),
         patch.multiple(shared_choice_triton, _sums_kernel=sums, _scores_kernel=scores, **multiprocessors),
         patch.multiple(shared_choice_triton, _take_kernel=take, _list_kernel=taken, **multiprocessors),
@@ -231,6 +250,9 @@ def main() -> None:
         choose(256, torch.float32, 3, 3.0)
         score(96, torch.float32)
         score(128, torch.bfloat16)
+        multiply(4160, torch.bfloat16, (33, 16, 5), early=True, biased=True)
+        multiply(48, torch.float16, (16,), early=False, biased=False)
+        multiply(40, torch.float32, (7, 7), early=True, biased=True)
         add_up_all(0, [torch.zeros(bytes_shared(8), dtype=torch.uint8)] * 8, rounds=1)
     compiled = [one for kernel in kernels for one in kernel.compiled]
     for one in compiled:

@@ -1,22 +1,28 @@
 """Products with rounded weights, by each of their forms, against float64; and the error of rounding itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from support.kernel_runs import DEVICE, compiled_or_interpreted, poisoned_memory, with_threads
+from support.ptx import ptx_by_numpy
 from support.random_tensors import normal
 from support.reference import assert_close, relative_error
 from support.spawned import run_together
 from support.without_numba import check_product
 
 from sparsekv.kernels.attention.cluster_step import compiled_kernels
+from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.linear import quantised, quantised_triton
+from sparsekv.kernels.linear.fixed_point_triton import peak
 from sparsekv.kernels.linear.quantised import (
     GROUP,
+    PAIR,
     Int4Weight,
     Int8Weight,
     int4_linear,
@@ -36,6 +42,17 @@ from sparsekv.kernels.linear.quantised_triton import (
 pytestmark = compiled_or_interpreted
 Weight = Int8Weight | Int4Weight
 Product = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def inline_ptx() -> Iterator[None]:
+    """Without a GPU, numpy computes the kernels' inline PTX."""
+    if DEVICE.type == "cuda":
+        yield
+    else:
+        with ptx_by_numpy():
+            yield
+
 
 # A dtype's rounding of the output. Products and sums are float32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -117,7 +134,7 @@ def test_every_tile_of_the_kernel(bits: int, dtype: torch.dtype, monkeypatch: py
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("multiplied", [one_row_linears.reference, one_row_linears_triton], ids=["torch", "kernel"])
-@pytest.mark.parametrize("bits", quantised_triton.ROW_TILES)
+@pytest.mark.parametrize("bits", [4, 8, 16])
 @by_dtype
 @pytest.mark.parametrize("channels", [40, 2048, 2176])
 @pytest.mark.parametrize("outputs", [(5,), (70, 3), (64, 8, 33)], ids=str)
@@ -142,6 +159,121 @@ def test_layers_of_one_row_side_by_side(
     ]
     kernel = multiplied is one_row_linears_triton
     assert_close(found.cpu(), torch.cat(each, 1), TOLERANCE[dtype] if kernel else 2 * TOLERANCE[dtype])
+
+
+def fixed_point(row: torch.Tensor) -> torch.Tensor:
+    """Round each 16 channels of a row to 16-bit integers times a power of two, at least 2^-126; return float64."""
+    parts = row.double().unflatten(-1, (-1, 16))
+    exponent = torch.frexp(parts.abs().amax(-1, keepdim=True)).exponent  # magnitudes are below 2 ** exponent
+    unit = torch.pow(2.0, (exponent - 15).clamp(min=-126).double())
+    return ((parts / unit).round() * unit).flatten(-2)
+
+
+HALVES = [torch.bfloat16, torch.float16]
+by_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda row: row,
+    "outliers": lambda row: row * torch.where(torch.arange(row.shape[1]) % 100 == 7, 1000, 1),
+    "heavy tails": lambda row: row**5,
+    "zeros": torch.zeros_like,
+}
+"""Rows from normal rows, by name."""
+TINY = {torch.bfloat16: 2.0**-118, torch.float16: 2.0**-20}
+"""Factor that makes some numbers subnormal."""
+
+
+def unit_weight(bits: int, channels: torch.Tensor, count: int) -> Weight:
+    """Weights [N, `count`] that are 1 in the channel of each output, and 0 otherwise."""
+    dense = torch.zeros(len(channels), -(-count // PAIR) * PAIR, dtype=torch.int8)
+    dense[torch.arange(len(channels)), channels] = 1
+    if bits == 8:
+        return Int8Weight(dense[:, :count].contiguous(), torch.ones(len(channels)))
+    low, high = (dense + 8).to(torch.uint8).unflatten(1, (-1, 2, GROUP)).unbind(2)
+    return Int4Weight(low | high << 4, torch.ones(*low.shape[:2], 2, dtype=torch.bfloat16), count)
+
+
+def row_and_unit_weight(bits: int, channels: int) -> tuple[torch.Tensor, torch.Tensor, Weight]:
+    """A row with outliers, 40 of its channels, and weights of which each output is one of these channels."""
+    some = torch.randperm(channels, generator=torch.Generator().manual_seed(channels))[:40]
+    return ROWS["outliers"](normal(3, 1, channels)), some, unit_weight(bits, some, channels)
+
+
+@pytest.mark.thinned
+@by_bits
+@by_half
+@pytest.mark.parametrize("channels", [48, 2048, 4160, 8208])
+@pytest.mark.parametrize("kind", [*ROWS, "tiny"])
+def test_one_row_is_multiplied_in_fixed_point(bits: int, dtype: torch.dtype, channels: int, kind: str) -> None:
+    _, some, weight = row_and_unit_weight(bits, channels)
+    row = normal(4, 1, channels)
+    row = (row * TINY[dtype] if kind == "tiny" else ROWS[kind](row)).to(dtype)
+    assert torch.equal(by_kernel(row, weight, None), fixed_point(row)[:, some].to(dtype))
+
+
+@by_bits
+@by_half
+def test_a_row_that_is_not_aligned_is_not_rounded(bits: int, dtype: torch.dtype) -> None:
+    row, some, weight = row_and_unit_weight(bits, 64)
+    room = torch.zeros(1, 65, dtype=dtype, device=DEVICE)
+    room[:, 1:] = row
+    kernel: Any = int8_linear_triton if bits == 8 else int4_linear_triton
+    assert torch.equal(kernel(room[:, 1:], moved(weight), None).cpu(), row.to(dtype)[:, some])
+
+
+@by_bits
+@pytest.mark.parametrize("channels", [40, 64])
+def test_float32_rows_and_odd_channels_are_not_rounded(bits: int, channels: int) -> None:
+    row, some, weight = row_and_unit_weight(bits, channels)
+    row = row.to(torch.float32 if channels % 16 == 0 else torch.bfloat16)
+    assert torch.equal(by_kernel(row, weight, None), row[:, some])
+
+
+@by_bits
+@by_half
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("channels", [64, 4160])
+def test_a_number_that_is_not_finite_reaches_every_output(
+    bits: int, dtype: torch.dtype, number: float, channels: int
+) -> None:
+    row = normal(1, 1, channels).to(dtype)
+    row[0, channels - 3] = number
+    assert not bool(by_kernel(row, rounded(bits, 21, channels), None).isfinite().any())
+
+
+@pytest.mark.thinned
+@by_bits
+@by_half
+@pytest.mark.parametrize("channels", [64, 576, 896, 1536, 4864, 11008])
+@pytest.mark.parametrize("outputs", [(16,), (33, 5), (48, 16, 7), (32, 16, 16)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ROWS)
+def test_layers_of_one_row_in_fixed_point(
+    bits: int, dtype: torch.dtype, channels: int, outputs: tuple[int, ...], biased: bool, kind: str
+) -> None:
+    row = ROWS[kind](normal(1, 1, channels)).to(dtype)
+    weights = [rounded(bits, count, channels) for count in outputs]
+    biases = [normal(count, count).to(dtype) if biased else None for count in outputs]
+    given_biases = [None if one is None else one.to(DEVICE) for one in biases]
+    with poisoned_memory():
+        found = one_row_linears_triton(row.to(DEVICE), [moved(one) for one in weights], given_biases)
+    each = [exact(row, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    assert_close(found.cpu(), torch.cat(each, 1), TOLERANCE[dtype])
+
+
+@triton.jit
+def _peaks_kernel(quads, found, N: tl.constexpr, EARLY: tl.constexpr):
+    n = tl.arange(0, N)
+    quads += n * 4
+    peaks = peak(tl.load(quads), tl.load(quads + 1), tl.load(quads + 2), tl.load(quads + 3), EARLY)
+    tl.store(found + n, peaks)
+
+
+@pytest.mark.parametrize("early", [False, True] if DEVICE.type == "cpu" else [False, dependent_launch(DEVICE)["EARLY"]])
+def test_largest_magnitude_of_16_floats(early: bool) -> None:
+    bits = torch.randint(-(2**15), 2**15, (64, 16), generator=torch.Generator().manual_seed(0)).short()
+    found = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    _peaks_kernel[(1,)](bits.view(torch.int64).to(DEVICE), found, N=64, EARLY=early)
+    assert torch.equal(found.cpu(), (bits.int() & 0x7FFF).amax(1).int())
 
 
 @pytest.mark.thinned

@@ -1,0 +1,110 @@
+"""Inline PTX in Triton's interpreter: numpy computes the instructions of the products of one row in fixed point."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+Word = np.ndarray
+MASK = np.uint32(0xFFFF)
+
+
+def _bytes(words: Word, kind: str = "u32") -> np.ndarray:
+    """Split words into four bytes, the lowest first, signed for the kind `s32`."""
+    parts = np.stack([(words >> np.uint32(8 * i)).astype(np.uint8) for i in range(4)], -1)
+    return (parts.view(np.int8) if kind == "s32" else parts).astype(np.int64)
+
+
+def _dot(a: Word, b: Word, c: Word, kinds: list[str]) -> Word:
+    """Add the products of four bytes to c, modulo 2^32."""
+    return (np.sum(_bytes(a, kinds[0]) * _bytes(b, kinds[1]), -1) + c.astype(np.int64)).astype(np.uint32)
+
+
+def _permute(a: Word, b: Word, choice: Word) -> Word:
+    """Choose four of the eight bytes of a and b."""
+    eight = np.concatenate([_bytes(a), _bytes(b)], -1).astype(np.uint32)
+    chosen = [(int(choice.flat[0]) >> 4 * i) & 7 for i in range(4)]
+    return np.bitwise_or.reduce([eight[..., one] << np.uint32(8 * i) for i, one in enumerate(chosen)])
+
+
+def _fma(a: Word, b: Word, c: Word) -> Word:
+    """Compute a * b + c with one rounding; float64 is exact for the products of 16-bit floats and powers of two."""
+    a, b, c = (one.view(np.float32).astype(np.float64) for one in (a, b, c))
+    with np.errstate(invalid="ignore", over="ignore"):
+        return (a * b + c).astype(np.float32).view(np.uint32)
+
+
+def _largest_halves(a: Word, b: Word) -> Word:
+    """Compute the maximum of the low 16 bits and of the high 16 bits."""
+    high = np.maximum(a >> np.uint32(16), b >> np.uint32(16))
+    return high << np.uint32(16) | np.maximum(a & MASK, b & MASK)
+
+
+OPERATIONS: dict[str, Callable[..., Word]] = {
+    "mov.b32": lambda a: a,
+    "and.b32": np.bitwise_and,
+    "shl.b32": np.left_shift,
+    "shr.u32": np.right_shift,
+    "max.u32": np.maximum,
+    "max.u16x2": _largest_halves,
+    "fma.rn.f32": _fma,
+    "cvt.f32.f16": lambda a: a.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
+    "lop3.b32": lambda a, b, c, table: a & b ^ c,  # table 0x6A, the only one that these products use
+    "prmt.b32": _permute,
+    "mad.lo.s32": lambda a, b, c: a * b + c,
+}
+
+
+def _run(code: str, registers: dict[str, np.ndarray], shape: tuple[int, ...]) -> None:
+    """Run PTX instructions on arrays of 32-bit or 64-bit registers."""
+
+    def value(word: str) -> np.ndarray:
+        if word in registers:
+            return registers[word]
+        number = int(word[2:], 16) if word[:2] in ("0f", "0x") else int(word)
+        return np.full(shape, number, np.uint32)
+
+    for statement in re.sub(r"^\s*{|}\s*$", "", code).split(";"):
+        operation, _, rest = statement.strip().partition(" ")
+        words = [word.strip() for word in re.sub(r"[{}]", "", rest).split(",")]
+        if operation == "mov.b64":
+            *parts, whole = words
+            size = 64 // len(parts)
+            for i, part in enumerate(parts):
+                bits = registers[whole].view(np.uint64) >> np.uint64(size * i)
+                registers[part] = (bits & np.uint64(2**size - 1)).astype(np.uint32)
+        elif operation.startswith("dp4a"):
+            registers[words[0]] = _dot(*map(value, words[1:]), operation.split(".")[1:])
+        elif operation and operation != ".reg":
+            assert operation != "lop3.b32" or words[-1] == "0x6A"
+            registers[words[0]] = OPERATIONS[operation](*map(value, words[1:]))
+
+
+def _inline(code: Any, constraints: str, arguments: list[Any], dtype: Any, **_: object) -> Any:
+    """Replacement of `tl.inline_asm_elementwise`."""
+    several = isinstance(dtype, tuple | tl.tuple)
+    types = list(dtype) if several else [dtype]
+    inputs = np.broadcast_arrays(*(one.handle.data for one in arguments))
+    registers = {f"${number}": one.copy() for number, one in enumerate(inputs, len(types))}
+    registers = {name: one if one.itemsize == 8 else one.view(np.uint32) for name, one in registers.items()}
+    shape = inputs[0].shape
+    _run(code.value, registers, shape)
+    found = [
+        tl.core.tensor(interpreter.TensorHandle(registers[f"${i}"].view(np.int32), of), tl.block_type(of, list(shape)))
+        for i, of in enumerate(types)
+    ]
+    return tl.tuple(found) if several else found[0]
+
+
+@contextmanager
+def ptx_by_numpy() -> Iterator[None]:
+    """Within the context, kernels in the interpreter may have inline PTX of 32-bit results."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl, "inline_asm_elementwise", _inline)
+        patch.setattr(tl.core, "inline_asm_elementwise", _inline)
+        yield
