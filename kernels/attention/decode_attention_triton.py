@@ -105,6 +105,7 @@ MERGED_COLUMNS = 32
 # Equal shares do not finish at the same time. Therefore QUEUED_PERCENT of the chosen rows go, a tile at a time, to
 # programs that finish early, if every program has at least LEAST_TILES tiles.
 QUEUED_PERCENT, LEAST_TILES = 20, 4
+PREFETCHED_ROWS = 128  # most centroids, and most exact rows, that a program prefetches before it waits (`ahead`)
 
 
 # These sizes grow as a model decodes, and must not make Triton recompile.
@@ -120,11 +121,29 @@ def _partial_kernel(
     TILE: tl.constexpr, STAND_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr, ROW_STAGES: tl.constexpr,
     STAND_FIFTHS: tl.constexpr, LISTED_FIFTHS: tl.constexpr, QUEUED_PERCENT: tl.constexpr, LISTED: tl.constexpr,
     USED: tl.constexpr, COUNTED: tl.constexpr, ROWS_USED: tl.constexpr, SCALED: tl.constexpr,
-    STANDS_SCALED: tl.constexpr, LEFT: tl.constexpr, EARLY: tl.constexpr,
+    STANDS_SCALED: tl.constexpr, LEFT: tl.constexpr, PREFETCHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g, d, t = tl.arange(0, GROUP), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     of_group, in_row = g < G, d < D
+    if PREFETCHED:
+        # The shares are those of all rows, with no listed centroids. The rows in use may be fewer, and then a few other
+        # rows are prefetched.
+        before = (stand_rows * STAND_FIFTHS + 4) // 5
+        first, last = common.share(
+            split, tl.num_programs(0), before + exact_rows + chosen_rows - chosen_rows * QUEUED_PERCENT // 100
+        )
+        begin, stop = share_of_stands(first, last, before, stand_rows, STAND_FIFTHS)
+        begin = tl.minimum(begin, stand_rows)
+        SIZE: tl.constexpr = stand_values.dtype.element_ty.primitive_bitwidth // 8
+        MOST: tl.constexpr = PREFETCHED * BLOCK_D
+        ahead = stand_values + head * stand_stride + begin * D
+        common.prefetch(ahead, (tl.minimum(stop, stand_rows) - begin) * D, MOST, SIZE, EARLY)
+        begin = tl.minimum(tl.maximum(first - before, 0), exact_rows)
+        ahead = head * exact_stride + begin * D
+        number = (tl.minimum(last - before, exact_rows) - begin) * D
+        common.prefetch(exact_keys + ahead, number, MOST, SIZE, EARLY)
+        common.prefetch(exact_values + ahead, number, MOST, SIZE, EARLY)
     common.wait_for_previous_kernel(EARLY)
     q = tl.load(query + (head * G + g[:, None]) * D + d, mask=of_group[:, None] & in_row, other=0.0)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
@@ -323,7 +342,7 @@ def decode_attention_triton(
         QUEUED_PERCENT=0 if queue is None else QUEUED_PERCENT,
         LISTED=listed is not None, USED=used is not None, COUNTED=exact_count is not None,
         ROWS_USED=used_rows is not None, SCALED=runs.scales is not None, STANDS_SCALED=stand_scales is not None,
-        LEFT=clusters is not None,
+        LEFT=clusters is not None, PREFETCHED=PREFETCHED_ROWS if plain is not None and plain.ahead else 0,
         num_warps=form.warps, maxnreg=form.most_registers, **early,
     )  # fmt: skip
     softmax.merge(peaks, totals, outputs, sink_logits, merged, MERGED_COLUMNS)

@@ -11,14 +11,22 @@ from typing import Self
 import torch
 from torch.nn.functional import pad
 
-from sparsekv.kernels.common.launch import aligned
+from sparsekv.kernels.common.launch import aligned, count_sms, is_hopper
 from sparsekv.kernels.common.on_gpu import on_gpu
-from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, KeyGroups, TokenRanks, exact_logsumexp, ranks_of
+from sparsekv.kernels.posting_lists.list_ranks import (
+    ExactKeys,
+    KeyGroups,
+    TokenRanks,
+    exact_logsumexp,
+    ranks_of,
+    top_ranked,
+)
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
 
 CENTROIDS = 256  # centroids of a part, one for each value of a byte
 IN_WORD = 4  # codes in an int32 word
+HEADS_OF_WORD = 4  # query heads whose products share an int32 word of a table
 # A query-centroid product is stored as a byte: its distance below the part's largest product, in steps. Each query head
 # has a step of its own, such that LEVELS steps are at least the largest distance. A clamped distance would make keys
 # look better than they are: keys with a bias have products that are hundreds of octaves (units of log 2) apart. The
@@ -139,6 +147,21 @@ class CodeRanks:
 
 
 @dataclass(frozen=True)
+class CodeChoice:
+    """Keys chosen by their codes, with the logits of the clusters.
+
+    `chosen` [H, K] int32 are the indices of the chosen keys, in ascending order. `logits` are those of `CodeRanks`.
+    `taken` [H, C] int32 counts each cluster's chosen keys. With `ahead`, the rows of the chosen keys are already in the
+    L2 cache, and the attention should prefetch its other rows, too (`ScoredCentroids.ahead`).
+    """
+
+    chosen: torch.Tensor
+    logits: torch.Tensor
+    taken: torch.Tensor
+    ahead: bool
+
+
+@dataclass(frozen=True)
 class JoinedKeys:
     """Union of the keys that several queries chose.
 
@@ -246,6 +269,63 @@ def rank_codes(
     estimated, total = code_logits(query, codes, softmax_scale, softcap), torch.logaddexp(masses, beside)
     ranks = ranks_of(estimated, total, max(1, wanted >> HEADROOM), few=True)
     return CodeRanks(ranks, padded_clusters(logits), torch.zeros_like(clusters.counts))
+
+
+HALVES = (torch.float16, torch.bfloat16)
+# Limits of the kernel that chooses keys while it scans. All of its programs, one for each tile, must run at the same
+# time: PROGRAMS on each multiprocessor. The chosen rows must fit in the L2 cache (50 MB on Hopper) beside other data.
+MOST_TILES, PROGRAMS, MOST_AHEAD = 64, 2, 24 * 2**20
+
+
+def _at_once(
+    query: torch.Tensor,
+    codes: LaidOutCodes,
+    clusters: WeighedClusters,
+    exact: ExactKeys,
+    wanted: int,
+    labels: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor] | None,
+    *scaling: float | None,
+) -> bool:
+    """Whether the kernel that chooses keys while it scans supports the arguments."""
+    (H, G, D), (documents, parts, _, _), tiles = query.shape, codes.books.shape, codes.words.shape[2] // TILE_TOKENS
+    if rows is None or not is_hopper(query.device):
+        return False
+    row_bytes = D * rows[0].element_size()
+    in_half = all(one.dtype in HALVES for one in (query, codes.turn, codes.books, *rows))
+    resident = tiles <= MOST_TILES and tiles * H <= PROGRAMS * count_sms(query.device)
+    in_cache = row_bytes in (128, 256) and 2 * H * wanted * row_bytes <= MOST_AHEAD
+    return parts == 8 and G <= HEADS_OF_WORD and documents == H and in_half and resident and in_cache
+
+
+@on_gpu("sparsekv.kernels.codes.code_choice_triton:best_by_codes_triton", fits=_at_once)
+def best_by_codes(
+    query: torch.Tensor,
+    codes: LaidOutCodes,
+    clusters: WeighedClusters,
+    exact: ExactKeys,
+    wanted: int,
+    labels: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor] | None,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> CodeChoice:
+    """Choose the keys with the highest ranks by their codes (`rank_codes`), and count them by cluster.
+
+    On a GPU there are two kernels if the arguments are within the limits above, and otherwise three: those of
+    `rank_codes` and `top_ranked`. There is no synchronisation, and the result is the same in every run.
+
+    Args:
+        query: [H, G, D].
+        exact: exact keys, and learned sinks.
+        wanted: K, the number of keys to choose.
+        labels: [H, M] int16 or int32, the cluster of each key; the labels of a head are contiguous.
+        rows: keys and values [H, M or more, D] of equal strides, to which the query will attend. With two kernels, the
+            rows of the chosen keys are prefetched into the L2 cache. None: the rows are not on the GPU, or are int8.
+    """
+    found = rank_codes(query, codes, clusters, exact, wanted, softmax_scale, softcap)
+    chosen = top_ranked(found.ranks, wanted, groups=KeyGroups(labels, found.taken))
+    return CodeChoice(chosen, found.logits, found.taken, ahead=False)
 
 
 def code_logits(

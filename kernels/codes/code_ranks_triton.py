@@ -4,11 +4,21 @@ A table entry is an int32 word. Its four bytes are the rounded products of four 
 look-up by a key's code reads all four. The bytes are summed as 16-bit integers, two in a word.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.codes.code_ranks import CENTROIDS, HEADROOM, LEAST_OCTAVES, LEVELS, STEP_ROOM, CodeRanks
+from sparsekv.kernels.codes.code_ranks import (
+    CENTROIDS,
+    HEADROOM,
+    HEADS_OF_WORD,
+    LEAST_OCTAVES,
+    LEVELS,
+    STEP_ROOM,
+    CodeRanks,
+)
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import aligned, count_sms, dependent_launch, group_rows, power_of_two, tile_rows
 from sparsekv.kernels.common.tiles_triton import LOG2_E
@@ -25,7 +35,6 @@ from sparsekv.kernels.posting_lists.list_ranks import (
 from sparsekv.kernels.posting_lists.list_ranks_triton import EXACT_PROGRAMS, add_exact
 from sparsekv.kernels.posting_lists.posting_lists import TILE_TOKENS, TILE_WORDS
 
-HEADS_OF_WORD = 4
 TILE_BYTES, STAGES, WARPS = 16_384, 2, 4
 TILES_OF_A_PROGRAM = 2
 TURN_ELEMENTS = 2**15  # elements of the turn that a program multiplies by its queries at a time
@@ -59,13 +68,26 @@ def _reach(q, columns, span, PADDED: tl.constexpr):
 
 
 @triton.jit
+def _in_tf32(x):
+    """Round float32 numbers to the 11 significant bits that tensor cores multiply."""
+    if common.WIDEN:
+        return x
+    word = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _make_table(
     query, turn, books, spans, tables, tops, steps, head, document, part, softmax_scale, G: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr,
-    LEVELS: tl.constexpr, LEAST_OCTAVES: tl.constexpr, STEP_ROOM: tl.constexpr, EARLY: tl.constexpr,
+    LEVELS: tl.constexpr, LEAST_OCTAVES: tl.constexpr, STEP_ROOM: tl.constexpr, BY_CODE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write a part's table, one byte for each query head and centroid, and each query head's largest product.
+
+    With BY_CODE, the entries of all parts for one code are adjacent; queries, turn and codebooks must be in half
+    precision. Otherwise the entries of one part are adjacent.
 
     The byte is how many steps the query-centroid product is below the query head's largest in the part. The largest
     products are written to `tops`, and part 0 writes the query heads' steps in octaves. `head` is that of the query,
@@ -85,8 +107,15 @@ def _make_table(
         columns, span = _turn_columns(turn, spans, document, at * COLUMNS, PARTS, SIZE, PADDED, D, BLOCK_D, COLUMNS)
         reach = tl.maximum(reach, _reach(q, columns, span, PADDED))
     step = tl.maximum(reach * (STEP_ROOM * softmax_scale * LOG2_E), LEAST_OCTAVES) / LEVELS
-    turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
-    products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
+    if BY_CODE:
+        # Numbers in half precision have at most 11 significant bits. So tensor cores multiply them exactly.
+        turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32")
+        large, each = _in_tf32(turned), book.to(tl.float32)
+        products = tl.dot(_in_tf32(turned - large), each, input_precision="tf32")
+        products = tl.dot(large, each, products, input_precision="tf32") * (softmax_scale * LOG2_E)
+    else:
+        turned = tl.dot(q.to(tl.float32), turning.to(tl.float32), input_precision="tf32x3")
+        products = tl.dot(turned, book.to(tl.float32), input_precision="tf32x3") * (softmax_scale * LOG2_E)
     top = tl.max(products, 1)
     below = tl.floor((top[:, None] - products) * (1.0 / step)[:, None] + 0.5).to(tl.int32)
     # The clamp also keeps NaN products from carrying into the next head's byte.
@@ -94,7 +123,10 @@ def _make_table(
     by_word = tl.reshape(below << (8 * (g % 4))[:, None], [GROUP // 4, 4, CENTROIDS])
     WORDS: tl.constexpr = (G + 3) // 4
     word = tl.arange(0, GROUP // 4)
-    place = ((head * PARTS + part) * WORDS + word[:, None]) * CENTROIDS + c
+    if BY_CODE:
+        place = ((head * WORDS + word[:, None]) * CENTROIDS + c) * PARTS + part
+    else:
+        place = ((head * PARTS + part) * WORDS + word[:, None]) * CENTROIDS + c
     tl.store(tables + place, tl.sum(by_word, 1), mask=(word < WORDS)[:, None])
     tl.store(tops + (head * G + g) * PARTS + part, top, mask=g < G)
     if part == 0:
@@ -148,25 +180,26 @@ def _weigh_clusters(
 # Several queries over one document are separate heads; `each` of these heads share one head of the document.
 @triton.jit(do_not_specialize=["exact_rows", "each"])
 def _tables_kernel(
-    query, turn, books, spans, centroids, counts, bias, exact_keys, exact_count, sinks, tables, tops, steps, coarse,
+    query, turn, books, spans, centroids, counts, bias, exact_keys, exact_count, sinks, tables, tops, steps, zeroed,
     logits, taken, peaks, totals, bins, shares, sums, C, stride, centroids_stride, counts_stride, bias_stride,
     exact_rows, exact_stride, each, softmax_scale, softcap, SHARED: tl.constexpr, CAPPED: tl.constexpr,
     COUNTED: tl.constexpr, HAS_SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr, LEVELS: tl.constexpr,
     LEAST_OCTAVES: tl.constexpr, STEP_ROOM: tl.constexpr, EXACT_PROGRAMS: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, MOST_TILES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, MOST_TILES: tl.constexpr, BY_CODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a part's table, a share of the exact keys or a share of the clusters, depending on the program.
 
-    Program 0 of a head also sets the counts of ranks to zero.
+    Program 0 of a head also sets `bins` counters of the head to zero, those that the next kernel adds to.
     """
     which, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     document = (tl.program_id(1) // each).to(tl.int64) if SHARED else head
     if which < PARTS:
         _make_table(
             query, turn, books, spans, tables, tops, steps, head, document, which, softmax_scale, G, GROUP, PARTS, SIZE,
-            BLOCK_SIZE, D, BLOCK_D, CENTROIDS, PADDED, COLUMNS, TURNS, LEVELS, LEAST_OCTAVES, STEP_ROOM, EARLY,
+            BLOCK_SIZE, D, BLOCK_D, CENTROIDS, PADDED, COLUMNS, TURNS, LEVELS, LEAST_OCTAVES, STEP_ROOM, BY_CODE,
+            EARLY,
         )  # fmt: skip
     elif which < PARTS + EXACT_PROGRAMS:
         common.wait_for_previous_kernel(EARLY)
@@ -184,7 +217,7 @@ def _tables_kernel(
     if which == 0:
         for at in range(0, bins, CENTROIDS):
             bin = at + tl.arange(0, CENTROIDS)
-            tl.store(coarse + head * bins + bin, tl.zeros([CENTROIDS], tl.int32), mask=bin < bins)
+            tl.store(zeroed + head * bins + bin, tl.zeros([CENTROIDS], tl.int32), mask=bin < bins)
 
 
 SCAN_WARPS = 4
@@ -378,46 +411,76 @@ def _scan_kernel(
         tl.store(logsumexps + head * G + g, logsumexp / LOG2_E, mask=g < G)
 
 
-def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap=None):
-    """Run `rank_codes` on a GPU; reads the codes and the clusters' keys once for each query."""
+@dataclass(frozen=True)
+class Tables:
+    """Results of the first launch for H queries.
+
+    `tables` [H, m, G / 4 rounded up, 256] int32 has the products with centroids: byte g of word w is the distance of
+    query head 4 w + g's product below the part's largest product, in steps. `tops` [H, G, m] float32 are the largest
+    products, and `steps` [H, G] float32 the steps, in units of log 2. `peaks` and `totals` [H, G, S] float32 are the
+    largest logit, in units of log 2, and the sum of exponentials, first of the clusters' shares, then of the exact
+    keys. `logits` and `taken` are those of `CodeRanks`.
+    """
+
+    tables: torch.Tensor
+    tops: torch.Tensor
+    steps: torch.Tensor
+    peaks: torch.Tensor
+    totals: torch.Tensor
+    logits: torch.Tensor
+    taken: torch.Tensor
+
+
+def make_tables(query, codes, clusters, exact, zeroed, softmax_scale, softcap, *, by_code):
+    """Launch the first kernel for contiguous queries; `zeroed` [H, ...] becomes zero.
+
+    With `by_code`, the tables are [H, 256, m], and queries, turn and codebooks must be in half precision.
+    """
     (H, G, D), (documents, m, _, size), device = query.shape, codes.books.shape, query.device
-    query, padded, C, keys = query.contiguous(), codes.words.shape[2], clusters.counts.shape[1], exact.keys
-    rows, tiles = tile_rows(D, query.dtype, TILE_BYTES), padded // TILE_TOKENS
+    C, keys, rows = clusters.counts.shape[1], exact.keys, tile_rows(D, query.dtype, TILE_BYTES)
     shares, stride = triton.cdiv(C, rows * TILES_OF_A_PROGRAM), aligned(C)
     sums = shares + EXACT_PROGRAMS
-    # Byte g of word w is the distance of query head 4 w + g's product below the part's largest product, in steps.
-    # `tops` holds the largest products, and `steps` the steps, in units of log 2.
-    tables = torch.empty(H, m, -(-G // HEADS_OF_WORD), CENTROIDS, dtype=torch.int32, device=device)
+    shape = (H, CENTROIDS, m) if by_code else (H, m, -(-G // HEADS_OF_WORD), CENTROIDS)
+    tables = torch.empty(shape, dtype=torch.int32, device=device)
     steps = torch.empty(H, G, device=device)
     tops, logits = torch.empty(H, G, m, device=device), torch.empty(H, G, stride, device=device)
-    # Largest logit, in units of log 2, and sum of exponentials: first of the clusters' shares, then of the exact keys.
     peaks, totals = torch.empty(H, G, sums, device=device), torch.empty(H, G, sums, device=device)
     taken = torch.empty(H, C, dtype=torch.int32, device=device)
-    coarse = torch.empty(H, tiles, FEW_RANKS // 2, dtype=torch.int32, device=device)
-    centroids, counts, bias, cap = clusters.keys.to(query.dtype), clusters.counts, clusters.bias, softcap or 0.0
-    same = {"SHARED": documents < H, "CAPPED": softcap is not None, "G": G, "PARTS": m, "CENTROIDS": CENTROIDS}
-    same |= dependent_launch(device)
+    centroids, counts, bias = clusters.keys.to(query.dtype), clusters.counts, clusters.bias
     padded_columns, padded_size = max(16, power_of_two(m) * power_of_two(size)), power_of_two(size)
     columns = min(padded_columns, TURN_ELEMENTS // power_of_two(D))
     _tables_kernel[(m + EXACT_PROGRAMS + shares, H)](
         query, codes.turn, codes.books, codes.spans, centroids, counts, bias, keys,
         taken if exact.count is None else exact.count, peaks if exact.sinks is None else exact.sinks.contiguous(),
-        tables, tops, steps, coarse, logits, taken, peaks, totals, coarse[0].numel(), shares, sums, C, stride,
+        tables, tops, steps, zeroed, logits, taken, peaks, totals, zeroed[0].numel(), shares, sums, C, stride,
         centroids.stride(0), counts.stride(0), bias.stride(0), keys.shape[1], keys.stride(0), H // documents,
-        softmax_scale, cap, COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, GROUP=group_rows(G),
-        SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D), PADDED=padded_size, COLUMNS=columns,
-        TURNS=padded_columns // columns, LEVELS=LEVELS, LEAST_OCTAVES=LEAST_OCTAVES, STEP_ROOM=STEP_ROOM,
-        EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows, STAGES=STAGES, MOST_TILES=TILES_OF_A_PROGRAM, num_warps=WARPS, **same,
+        softmax_scale, softcap or 0.0, SHARED=documents < H, CAPPED=softcap is not None,
+        COUNTED=exact.count is not None, HAS_SINKS=exact.sinks is not None, G=G, GROUP=group_rows(G), PARTS=m,
+        SIZE=size, BLOCK_SIZE=group_rows(size), D=D, BLOCK_D=power_of_two(D), CENTROIDS=CENTROIDS, PADDED=padded_size,
+        COLUMNS=columns, TURNS=padded_columns // columns, LEVELS=LEVELS, LEAST_OCTAVES=LEAST_OCTAVES,
+        STEP_ROOM=STEP_ROOM, EXACT_PROGRAMS=EXACT_PROGRAMS, TILE=rows, STAGES=STAGES, MOST_TILES=TILES_OF_A_PROGRAM,
+        BY_CODE=by_code, num_warps=WARPS, **dependent_launch(device),
     )  # fmt: skip
-    of_each = H * tiles / count_sms(device)
+    return Tables(tables, tops, steps, peaks, totals, logits, taken)
+
+
+def rank_codes_triton(query, codes, clusters, exact, wanted, softmax_scale, softcap=None):
+    """Run `rank_codes` on a GPU; reads the codes and the clusters' keys once for each query."""
+    (H, G, _), (documents, m, _, _), device = query.shape, codes.books.shape, query.device
+    query, padded = query.contiguous(), codes.words.shape[2]
+    tiles = padded // TILE_TOKENS
+    coarse = torch.empty(H, tiles, FEW_RANKS // 2, dtype=torch.int32, device=device)
+    made = make_tables(query, codes, clusters, exact, coarse, softmax_scale, softcap, by_code=False)
+    sums, of_each = made.peaks.shape[2], H * tiles / count_sms(device)
     scanned, pieces = FEW if of_each < MANY_TILES else MANY if of_each < MOST_TILES else MOST
     ranks = torch.empty(H, tiles, 2, TILE_WORDS, dtype=torch.int32, device=device)
     logsumexp = torch.empty(H, G, device=device)
     _scan_kernel[(padded // (scanned * pieces), H)](
-        codes.words, tables, tops, steps, peaks, totals, ranks, coarse, logsumexp, codes.keys, padded, sums,
-        H // documents, lowest_rank(max(1, wanted >> HEADROOM)), cap, SMALL=m * LEVELS < 2048, FEW=power_of_two(G),
-        BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), SLOTS=scanned, PIECES=pieces, TILE=TILE_TOKENS,
-        FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, FEW_RANKS=FEW_RANKS, FINE_FROM=FINE_FROM, FINE=FINE,
-        num_warps=SCAN_WARPS, **same,
+        codes.words, made.tables, made.tops, made.steps, made.peaks, made.totals, ranks, coarse, logsumexp, codes.keys,
+        padded, sums, H // documents, lowest_rank(max(1, wanted >> HEADROOM)), softcap or 0.0, SHARED=documents < H,
+        CAPPED=softcap is not None, SMALL=m * LEVELS < 2048, G=G, FEW=power_of_two(G), PARTS=m,
+        BLOCK_PARTS=power_of_two(m), SUMS=power_of_two(sums), CENTROIDS=CENTROIDS, SLOTS=scanned, PIECES=pieces,
+        TILE=TILE_TOKENS, FRACTION_BITS=FRACTION_BITS, RANKS=RANKS, FEW_RANKS=FEW_RANKS, FINE_FROM=FINE_FROM, FINE=FINE,
+        num_warps=SCAN_WARPS, **dependent_launch(device),
     )  # fmt: skip
-    return CodeRanks(TokenRanks(ranks, coarse, logsumexp, codes.keys), logits, taken)
+    return CodeRanks(TokenRanks(ranks, coarse, logsumexp, codes.keys), made.logits, made.taken)

@@ -144,6 +144,9 @@ class ScoredCentroids:
     `scales` and `clusters` are None if there are `rows`. With `scales`, the values are int8, and the scales convert
     them to real values. With `clusters`, the attention kernel adds a further term to logits + log_counts: the log of
     the number of the cluster's rows that are not attended individually.
+
+    With `ahead`, the attention kernel prefetches centroids and exact rows while the previous kernel runs. There must be
+    no centroids with `rows`.
     """
 
     logits: torch.Tensor
@@ -153,6 +156,7 @@ class ScoredCentroids:
     used: torch.Tensor | None = None
     scales: RowScales | None = None
     clusters: TakenRows | None = None
+    ahead: bool = False
 
     def valid(self) -> torch.Tensor | None:
         """Return a mask [H, C] bool of the valid `rows`; None if all centroids are valid."""

@@ -27,6 +27,12 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 
 @lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a GPU of the generation Hopper, such as an H100 or H200."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache
 def num_splits(heads: int, rows: int, resident: int, grain: int = 20) -> int:
     """Choose the number of programs that share one head's rows (split-K), so that the last wave is as full as possible.
 

@@ -322,9 +322,11 @@ class InPlaceExecutor:
         self.selector, self.middle, self.counter, self.gather = selector, middle, counter, gather
 
     def attend(self, step: Step, budget: Budget) -> LayerOutput:
-        count = None if step.step_row is None else step.step_row.count
-        queries = replace(step.queries, in_place=InPlace(self.counter, ExactKeys(step.keys, count, step.how[2])))
-        selection, rows = self.selector.select(queries, budget), self.middle.in_place()
+        count, rows = None if step.step_row is None else step.step_row.count, self.middle.in_place()
+        exact_keys = ExactKeys(step.keys, count, step.how[2])
+        floats = None if rows is None or rows.scales is not None else (rows.keys, rows.values)
+        queries = replace(step.queries, in_place=InPlace(self.counter, exact_keys, floats))
+        selection = self.selector.select(queries, budget)
         per_count = selection.cost.per_count
         if selection.rows.log_weights is not None or rows is None:
             fetched = self.gather.fetch(selection, step.query.device)

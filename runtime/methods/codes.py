@@ -22,11 +22,13 @@ from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, 
 from sparsekv.kernels.codes.code_ranks import (
     CENTROIDS,
     IN_WORD,
+    CodeChoice,
     JoinedKeys,
     KeyCodes,
     LaidOutCodes,
     WeighedClusters,
     as_stored,
+    best_by_codes,
     join_chosen,
     lay_out_codes,
     rank_codes,
@@ -43,6 +45,7 @@ from sparsekv.runtime.selection.interface import (
     Budget,
     CentroidSegment,
     Cost,
+    InPlace,
     Method,
     MiddleContext,
     Queries,
@@ -178,7 +181,13 @@ class CodeScan:
         return join_chosen(chosen, min(self.codes.keys, T * tokens), KeyGroups(self.labels, taken)), taken
 
     def choose(
-        self, query: torch.Tensor, exact: ExactKeys, keys: torch.Tensor | None, tokens: int, candidates: int
+        self,
+        query: torch.Tensor,
+        exact: ExactKeys,
+        rows: Pair | None,
+        keys: torch.Tensor | None,
+        tokens: int,
+        candidates: int,
     ) -> tuple[torch.Tensor, ScoredCentroids]:
         """Select the best K tokens for one query, and centroids for all other tokens.
 
@@ -187,20 +196,23 @@ class CodeScan:
         Args:
             query: [Hk, G, D].
             exact: the keys that are always attended to, for the softmax denominator.
+            rows: float keys and values [Hk, M or more, D] that the query will attend to in place; None: they are int8.
             keys: keys [Hk, M, D] for re-ranking candidates by exact logits; None: no re-ranking.
             tokens: number of tokens K to select.
             candidates: number of tokens to re-rank, at least K.
         """
-        found = rank_codes(query, self.codes, self.clusters, exact, candidates, *self.facts.scaling)
-        groups = KeyGroups(self.labels, found.taken)
+        scaling = self.facts.scaling
         if keys is None or candidates == tokens:
-            chosen = top_ranked(found.ranks, tokens, groups=groups)
+            best = best_by_codes(query, self.codes, self.clusters, exact, tokens, self.labels, rows, *scaling)
         else:
+            found = rank_codes(query, self.codes, self.clusters, exact, candidates, *scaling)
             listed = top_ranked(found.ranks, candidates)
-            ranks = rank_rows(query, keys, listed, found.ranks.logsumexp, tokens, *self.facts.scaling)
-            chosen = top_ranked(ranks, tokens, listed, groups)
-        clusters = TakenRows(self.clusters.counts, found.taken)
-        return chosen, ScoredCentroids(found.logits, self.clusters.bias, self.values, clusters=clusters)
+            ranks = rank_rows(query, keys, listed, found.ranks.logsumexp, tokens, *scaling)
+            chosen = top_ranked(ranks, tokens, listed, KeyGroups(self.labels, found.taken))
+            best = CodeChoice(chosen, found.logits, found.taken, ahead=False)
+        clusters, bias = TakenRows(self.clusters.counts, best.taken), self.clusters.bias
+        left = ScoredCentroids(best.logits, bias, self.values, clusters=clusters, ahead=best.ahead)
+        return best.chosen, left
 
 
 class QuestionScan:
@@ -369,7 +381,7 @@ class CodesSelector(Selector):
             return self._everything(1 if queries.joint else queries.query.shape[2])
         candidates = min(self.middle, math.ceil(tokens * self.method.rerank))
         if self.has_gpu_scan and queries.in_place is not None:
-            return self._choose_on_gpu(self.gpu_scan, queries, queries.in_place.exact, tokens, candidates)
+            return self._choose_on_gpu(queries.query[:, :, 0], queries.in_place, tokens, candidates)
         scanned = min(self.middle, max(candidates, math.ceil(self.method.scan * self.middle)))
         chosen = self._choose_compiled(queries, tokens) if scanned == self.middle and candidates == tokens else None
         if chosen is not None:
@@ -467,10 +479,8 @@ class CodesSelector(Selector):
         rows = torch.arange(self.middle, device=self.codes.device).expand(len(self.codes), queries, -1)
         return Selection(single_rows(rows), Cost(0.0), Residual(lambda: self._rest(rows), attended=self.replace))
 
-    def _choose_on_gpu(
-        self, scan: CodeScan, queries: Queries, exact: ExactKeys, tokens: int, candidates: int
-    ) -> Selection:
-        chosen, left = scan.choose(queries.query[:, :, 0], exact, self.keys, tokens, candidates)
+    def _choose_on_gpu(self, query: torch.Tensor, given: InPlace, tokens: int, candidates: int) -> Selection:
+        chosen, left = self.gpu_scan.choose(query, given.exact, given.rows, self.keys, tokens, candidates)
         rows, scored, more = chosen[:, None], (left,) if self.replace else None, candidates - tokens
         return Selection(
             single_rows(rows),

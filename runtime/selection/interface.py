@@ -203,10 +203,13 @@ class InPlace:
         counter: [Hk] int64 on the query's device. Selection kernels may add counts that the host does not know; each
             count stands for `Cost.per_count` rows.
         exact: the keys that are always attended to.
+        rows: keys and values [Hk, M or more, D] of the stored rows between sinks and tail, in the selector's layout, so
+            that kernels can prefetch the selected rows; None: they cannot be read in place, or are int8.
     """
 
     counter: torch.Tensor
     exact: ExactKeys
+    rows: Pair | None = None
 
 
 # Larger than any `Queries.batch` of a step without pieces, because fewer sequences than this are decoded together.

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from sparsekv.kernels.attention import decode_attention_triton, running_softmax_triton, shared_decode_triton
 from sparsekv.kernels.attention.attention import OwnRows
 from sparsekv.kernels.clusters import cluster_choice_triton, shared_choice_triton
-from sparsekv.kernels.codes import code_ranks_triton, joint_ranks_triton
+from sparsekv.kernels.codes import code_choice_triton, code_ranks_triton, joint_ranks_triton
 from sparsekv.kernels.codes.code_ranks import KeyCodes, LaidOutCodes, WeighedClusters, spans_of
 from sparsekv.kernels.common import run_rows_triton
 from sparsekv.kernels.common.kernel_inputs import Centroids, Int8Kernel, RowScales, RunRows, ScoredCentroids
@@ -136,6 +136,8 @@ def weigh(D: int, dtype: torch.dtype, *, more: bool) -> None:
             ranks = code_ranks_triton.rank_codes_triton(query, codes, clusters, about[0], 100, *about[1:]).ranks
         with patch.object(top_ranks_triton, "MANY", few):
             top_ranks_triton.top_ranked_triton(ranks, 100, groups=groups)
+    rows = torch.zeros(H, 4096, D, dtype=dtype), torch.zeros(H, 4096, D, dtype=dtype)
+    code_choice_triton.best_by_codes_triton(query, codes, clusters, about[0], 100, groups.labels, rows, *about[1:])
     channels, steps = torch.arange(D, dtype=torch.int32).view(8, -1), torch.zeros(H, 8, 6)
     centroids, lists = torch.zeros(H, 8, 6, D // 8), torch.zeros(H, 8, 6, 512, dtype=torch.int32)
     found = ListCodes(lists, steps, steps, True, centroids, channels, torch.ones(H, 8), 4096)
@@ -187,8 +189,8 @@ def multiply(K: int, dtype: torch.dtype, outputs: tuple[int, ...], *, early: boo
 def main() -> None:
     """Compile all launches, print the number of kernels, and fail if a kernel does not fit an SM."""
     (
-        partial, shared, own, merging, tables, scan, place, look_up, logits, summing, joint, coarse, flag, count, lists,
-        total, store, sums, scores, take, taken, weights, ranks,
+        partial, shared, own, merging, tables, scan, choice, place, look_up, logits, summing, joint, coarse, flag,
+        count, lists, total, store, sums, scores, take, taken, weights, ranks,
         each_query, each_key, fixed, row,
     ) = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
@@ -197,6 +199,7 @@ def main() -> None:
         Compiler(running_softmax_triton._merge_kernel),
         Compiler(code_ranks_triton._tables_kernel),
         Compiler(code_ranks_triton._scan_kernel),
+        Compiler(code_choice_triton._choose_kernel),
         Compiler(top_ranks_triton._place_kernel),
         Compiler(list_ranks_triton._look_up_kernel),
         Compiler(cluster_choice_triton._logits_kernel),
@@ -228,6 +231,7 @@ def main() -> None:
         patch.object(run_rows_triton, "_store_kernel", store),
         patch.object(code_ranks_triton, "_tables_kernel", tables),
         patch.multiple(code_ranks_triton, _scan_kernel=scan, **multiprocessors),
+        patch.object(code_choice_triton, "_choose_kernel", choice),
         patch.multiple(top_ranks_triton, _place_kernel=place, **multiprocessors),
         patch.multiple(list_ranks_triton, _look_up_kernel=look_up, _weights_kernel=weights, _rank_kernel=ranks),
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),

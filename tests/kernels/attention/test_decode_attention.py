@@ -77,9 +77,12 @@ def test_many_runs() -> None:
 
 
 @pytest.mark.thinned
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("clusters", [1, 40, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_left_of_clusters_is_computed_where_it_is_attended(clusters: int, dtype: torch.dtype) -> None:
+def test_what_is_left_of_clusters_is_computed_where_it_is_attended(
+    clusters: int, dtype: torch.dtype, ahead: bool
+) -> None:
     """Some are empty, and of some all rows are taken; something is added to the logs of the others."""
     step = some_step(5, clusters=clusters, budget=60 * clusters, dtype=dtype)
     random = torch.Generator().manual_seed(1)
@@ -90,7 +93,8 @@ def test_what_is_left_of_clusters_is_computed_where_it_is_attended(clusters: int
     query, runs, exact, (part,) = step.on(DEVICE).arguments(1)
     # As they lie beside one another in a table: heads are not contiguous.
     all_counts = torch.cat([counts, counts], 1).to(DEVICE)[:, :clusters]
-    part = replace(part, log_counts=bias.to(DEVICE), clusters=TakenRows(all_counts, taken.to(DEVICE)))
+    of_clusters = TakenRows(all_counts, taken.to(DEVICE))
+    part = replace(part, log_counts=bias.to(DEVICE), clusters=of_clusters, ahead=ahead)
     with poisoned_memory():
         found = decode_attention_triton(query, runs, exact, [part], 0.125).cpu()
     for output in (found, decode_attention.reference(query, runs, exact, [part], 0.125).cpu()):

@@ -3,6 +3,8 @@ kernels' ranks do not tell apart."""
 
 import functools
 from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,8 +14,13 @@ from support.near_best import NearBest, as_mask
 from support.random_tensors import normal
 from support.small_layer import SmallLayer, as_queries
 
-from sparsekv.kernels.codes.code_ranks import octaves_of_steps
+from sparsekv.formats.index.context_rows import Pair
+from sparsekv.kernels.codes.code_ranks import CodeChoice, best_by_codes, octaves_of_steps
+from sparsekv.kernels.common.kernel_inputs import RowScales, RunRows, ScoredCentroids
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys
+from sparsekv.runtime.attention import executors
+from sparsekv.runtime.attention.executors import GatherExecutor, InPlaceExecutor, Step
+from sparsekv.runtime.cache.kv_store import MiddleRows, PlacedRows
 from sparsekv.runtime.methods import codes as code_scan
 from sparsekv.runtime.methods.codes import Codes, CodeScan, CodesSelector
 from sparsekv.runtime.selection.interface import Budget, InPlace, MiddleContext, Queries
@@ -88,6 +95,40 @@ def test_the_best_tokens_are_chosen(rerank: float, seed: int, monkeypatch: pytes
     chosen = as_mask(found.rows.starts, 5000)
     assert chosen.sum(-1).tolist() == [[300], [300]]
     best.check(chosen)
+
+
+@pytest.mark.parametrize("rerank", [1.0, 2.0])
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_the_choice_knows_the_rows_that_are_read_next(
+    rerank: float, in_8_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel prefetches these rows, and the attention then prefetches the others; without the kernel it does
+    not. A choice with re-ranking has no use for the rows."""
+    layer, context = coded_layer(5000)
+    keys, values = context.keys, context.keys.clone()
+    rows = PlacedRows(keys, values, RowScales(keys, keys, keys, keys) if in_8_bits else None)
+    given: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    attended: list[ScoredCentroids] = []
+
+    def choose(*arguments: Any) -> CodeChoice:
+        given.append(arguments[6])
+        return replace(best_by_codes(*arguments), ahead=arguments[6] is not None)
+
+    def attend(query: torch.Tensor, runs: RunRows, exact: Pair, centroids: list[ScoredCentroids], *_: object,
+               exact_count: None) -> torch.Tensor:  # fmt: skip
+        attended.extend(centroids)
+        return query
+
+    monkeypatch.setattr(code_scan, "best_by_codes", choose)
+    monkeypatch.setattr(executors, "decode_attention", attend)
+    selector, counter = by_kernels(monkeypatch, Codes(rerank=rerank), context), torch.zeros(2, dtype=torch.int64)
+    exact, query = normal(1, 2, EXACT, 16).to(DEVICE), layer.queries[:, :, :1].to(DEVICE)
+    middle, gather = Mock(MiddleRows, in_place=lambda: rows), Mock(GatherExecutor)
+    step = Step(query, exact, exact, None, 0, None, 0, False, (0.25, None, None))
+    InPlaceExecutor(selector, middle, counter.to(DEVICE), gather).attend(step, Budget(300))
+    assert [one is None for one in given] == ([] if rerank > 1 else [in_8_bits])
+    assert all(one is None or (one[0] is keys and one[1] is values) for one in given)
+    assert [one.ahead for one in attended] == [rerank == 1 and not in_8_bits]
 
 
 @pytest.mark.parametrize("rerank", [1.0, 2.0])
