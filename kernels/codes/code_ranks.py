@@ -273,7 +273,8 @@ def rank_codes(
 
 HALVES = (torch.float16, torch.bfloat16)
 # Limits of the kernel that chooses keys while it scans. All of its programs, one for each tile, must run at the same
-# time: PROGRAMS on each multiprocessor. The chosen rows must fit in the L2 cache (50 MB on Hopper) beside other data.
+# time: PROGRAMS on each multiprocessor. With fewer than one on each, the scan that has more programs keeps more of the
+# GPU busy. The chosen rows must fit in the L2 cache (50 MB on Hopper) beside other data.
 MOST_TILES, PROGRAMS, MOST_AHEAD = 64, 2, 24 * 2**20
 
 
@@ -293,7 +294,7 @@ def _at_once(
         return False
     row_bytes = D * rows[0].element_size()
     in_half = all(one.dtype in HALVES for one in (query, codes.turn, codes.books, *rows))
-    resident = tiles <= MOST_TILES and tiles * H <= PROGRAMS * count_sms(query.device)
+    resident = tiles <= MOST_TILES and 1 <= tiles * H / count_sms(query.device) <= PROGRAMS
     in_cache = row_bytes in (128, 256) and 2 * H * wanted * row_bytes <= MOST_AHEAD
     return parts == 8 and G <= HEADS_OF_WORD and documents == H and in_half and resident and in_cache
 

@@ -150,7 +150,8 @@ def within_limits(monkeypatch: pytest.MonkeyPatch, *, hopper: bool = True, sms: 
     ("changed", "expected"),
     [
         ({}, True),
-        ({"keys": 4096}, True),
+        ({"keys": 17 * 4096}, True),
+        ({"keys": 16 * 4096}, False),
         ({"heads": 4, "queries": 4, "keys": 64 * 4096}, True),
         ({"heads": 4, "queries": 4, "keys": 65 * 4096}, False),
         ({"keys": 34 * 4096}, False),
