@@ -27,7 +27,6 @@ LATER = (
     "sparsekv.formats.models.causal_model",
     "sparsekv.kernels.attention.cluster_step_numba",
     "sparsekv.kernels.attention.code_step_numba",
-    "sparsekv.kernels.linear.rms_norm_numba",
     "sparsekv.runtime.decoding.session",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

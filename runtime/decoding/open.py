@@ -27,7 +27,6 @@ from sparsekv.formats.index.schema import Manifest, ModelIdentity, Split, Tokeni
 from sparsekv.formats.models.load import LoadedModel
 from sparsekv.kernels.common.given_rows import RowPair, Rows, pass_over_rows
 from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds, relative_distance, state_distance
-from sparsekv.kernels.linear.rms_norm import compile_norms
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.attention.executors import GatherMaker
 from sparsekv.runtime.cache.index_cache import BuiltLayers, IndexCache
@@ -287,8 +286,7 @@ class OpenIndex:
         have the model's dtype, or on the GPU int8 if the index stores int8. For a model on a CPU, or with placement
         `disk`, the keys and values between sinks and tail are read from the index's files. On a CPU without `disk`,
         they are copied to memory when a step first needs them in the method's layout. A config with dense attention
-        gets the cache of `dense_cache`, without a placement. In a process that has imported numba, the norms
-        of a model on a CPU are replaced by compiled ones (`compile_norms`).
+        gets the cache of `dense_cache`, without a placement.
 
         Args:
             tail: False: the stored context ends before the tail, and the tokens fed next replace the tail.
@@ -316,7 +314,6 @@ class OpenIndex:
             sparse.make(layer) if of_layer.sliding_window is None else self._dense_layer(layer, split.tokens)
             for layer, of_layer in manifest.attending.items()
         ]
-        compile_norms(self.model)  # the method's selectors may have imported numba
         return IndexCache(layers, BuiltLayers(manifest.layers), states=self._state(split.tokens))
 
     def dense_cache(self, tokens: int | None = None) -> IndexCache:
@@ -328,7 +325,6 @@ class OpenIndex:
         tokens = self.split.tokens if tokens is None else tokens
         manifest = self.artifact.manifest
         layers: list[StoredLayer] = [self._dense_layer(layer, tokens) for layer in manifest.attending]
-        compile_norms(self.model)
         return IndexCache(layers, BuiltLayers(manifest.layers), states=self._state(tokens))
 
     def _state(self, tokens: int) -> DocumentState:

@@ -2,8 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.indexing.build import build_index
 from sparsekv.indexing.methods.multipole import MultipoleIndexer
 from sparsekv.indexing.plan import BuildPlan
-from sparsekv.kernels.linear.rms_norm import CompiledNorm
 from sparsekv.runtime.cache.kv_store import LayerRows
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.prepare import prepare_layer, stored_context
@@ -51,12 +48,6 @@ def _loaded(template: str | None = CHAT_TEMPLATE) -> LoadedModel:
 def test_the_same_model_opens_the_index_under_any_name(index: OpenIndex) -> None:
     loaded = _loaded()
     assert open_index(index.artifact, loaded.model, loaded.tokenizer, identify(loaded)).split == index.split
-
-
-def test_norms_are_compiled_with_the_first_cache_of_a_compiled_method(full_index: OpenIndex) -> None:
-    own = replace(full_index, model=deepcopy(full_index.model))
-    own.cache(sparse("codes", Codes(), Budget(0.3)))
-    assert isinstance(own.model.model.norm, CompiledNorm)
 
 
 def test_heads_or_layers_that_are_not_the_models_are_told(index: OpenIndex, monkeypatch: pytest.MonkeyPatch) -> None:
