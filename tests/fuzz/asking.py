@@ -24,8 +24,9 @@ from sparsekv.runtime.tracing.trace import TracedIndex
 
 from .deeds import deed
 from .drawing import draw_sampling, expect_drawn
-from .oracles import ROUNDING, Wrong, error_of, expect, expect_greedy, plain_over
-from .questions import Checks, fed_with, rounding_decides, stepped, takes_everything
+from .masking import Recording
+from .oracles import ROUNDING, Wrong, expect, expect_greedy, plain_over
+from .questions import Checks, expect_same_steps, fed_with, rounding_decides, stepped, takes_everything
 from .world import World, stored_rows
 
 UNMEASURED = {"guard": None, "ahead": False, "question_prefill": None, "prefill_budget": None}
@@ -186,12 +187,13 @@ def places(world: World, index: OpenIndex) -> None:
     asked = question_ids(index, world.question(0), raw=case.raw)
     first = world.asker(index, placement="device", ahead=False)
     fed = fed_with(asked, first.ask(asked, Sampling(case.answer)).ids)
-    logits = stepped(index, first, fed, len(asked))
-    for placement in ("host", "disk"):
-        asker = world.asker(index, placement=placement, ahead=False)
-        apart = error_of(stepped(index, asker, fed, len(asked)), logits)
-        right = apart <= ROUNDING or rounding_decides(index, first, fed, len(asked), logits)
-        expect(right, "placement", f"logits with rows on {placement} are {apart:.2e} from the device's")
+    # The compiled step, which cannot read rows on disk, rounds probabilities below 1e-38 to 0, and torch rounds those
+    # below 1e-45. In a loud model, other clusters without any probability then fill the budget.
+    on_disk = Recording(index, first).asker if case.loud else first
+    for placement, same in (("host", first), ("disk", on_disk)):
+        found = stepped(index, world.asker(index, placement=placement, ahead=False), fed, len(asked))
+        told = f"the device's, with rows on {placement}"
+        expect_same_steps(found, world, index, same, fed, len(asked), "placement", told)
 
 
 @deed("broken off", 4)

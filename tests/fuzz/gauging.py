@@ -19,8 +19,8 @@ from sparsekv.runtime.reporting.recall import chosen_positions
 from sparsekv.runtime.selection.interface import Budget, MethodSpec, Queries
 
 from .deeds import deed
-from .oracles import ROUNDING, error_of, expect
-from .questions import fed_with, rounding_decides, stepped
+from .oracles import expect
+from .questions import expect_same_steps, fed_with, stepped
 from .world import World, files_of, stored_rows
 
 APART = 1e-3
@@ -160,7 +160,5 @@ def gauge(world: World, index: OpenIndex) -> None:
         expect(right, "gauge", f"of layer {layer}: {told[0]}, and {expected} in float64")
         expect(not told[1] and not told[2], "gauge", f"of layer {layer} raised a budget: {told}")
     fed = fed_with(asked, answer.ids)
-    logits = stepped(index, plainly, fed, len(asked))
-    apart = error_of(stepped(index, gauged.asker, fed, len(asked)), logits)
-    right = apart <= ROUNDING or rounding_decides(index, plainly, fed, len(asked), logits)
-    expect(right, "gauged logits", f"are {apart:.2e} from those of an answer that is not measured")
+    found, told = stepped(index, gauged.asker, fed, len(asked)), "those of an answer that is not measured"
+    expect_same_steps(found, world, index, plainly, fed, len(asked), "gauged logits", told)

@@ -88,8 +88,11 @@ class Choices:
         return found
 
 
-def _agree(told: float, expected: float, kind: str, about: str) -> None:
-    right = expected != expected or abs(told - expected) <= APART * max(1, abs(expected))
+def _agree(told: float | None, expected: float | None, kind: str, about: str) -> None:
+    if told is None or expected is None:
+        right = told is expected
+    else:
+        right = expected != expected or abs(told - expected) <= APART * max(1, abs(expected))
     expect(right, kind, f"{about}: {told}, and {expected} in float64")
 
 

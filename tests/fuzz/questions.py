@@ -14,7 +14,7 @@ from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.decoding.session import Session
 
 from .oracles import ROUNDING, error_of, expect, expect_greedy, plain, plain_over
-from .rounding import Rounding, expect_logits
+from .rounding import Rounding, expect_logits, movement
 from .world import Rows, World, stored_rows
 
 Oracle = Callable[[], torch.Tensor]
@@ -165,6 +165,22 @@ def stepped(
             for part in parts
         ]
     return torch.cat([one.logits[0] for one in steps])
+
+
+def expect_same_steps(
+    found: torch.Tensor, world: World, index: OpenIndex, asker: Session, fed: torch.Tensor, question: int, kind: str,
+    of: str,
+) -> None:  # fmt: skip
+    """Raise Wrong if logits [T, vocabulary] differ from those of an asker's steps by more than rounding explains."""
+
+    def again() -> torch.Tensor:
+        return stepped(index, asker, fed, question)
+
+    logits = again()
+    apart = error_of(found, logits)
+    right = apart <= ROUNDING or rounding_decides(index, asker, fed, question, logits)
+    right = right or apart <= movement(world, again, logits)
+    expect(right, kind, f"{apart:.2e} from {of}")
 
 
 def rounding_decides(index: OpenIndex, asker: Session, fed: torch.Tensor, question: int, logits: torch.Tensor) -> bool:

@@ -101,5 +101,10 @@ def expect_logits(
     """
     expected = oracle()[steps]
     apart = error_of(actual, expected)
-    right = apart <= ROUNDING or apart <= SIDES * max(error_of(one[steps], expected) for one in moved(world, oracle))
+    right = apart <= ROUNDING or apart <= movement(world, lambda: oracle()[steps], expected)
     expect(right, kind, f"{apart:.2e} from {of}")
+
+
+def movement(world: World, oracle: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
+    """Largest relative error of an oracle's logits that rounding explains."""
+    return SIDES * max(error_of(one, expected) for one in moved(world, oracle))
