@@ -48,7 +48,7 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one"),
     ({"temperature": 3}, "temperature", ": give at most 2"),
     ({"top_p": 0}, "top_p", ": give more than 0"),
-    ({"top_p": 0.5}, "top_p", "at temperature 0, this server's default; give a temperature above 0 too"),
+    ({"top_p": 0.5}, "top_p", "no effect at temperature 0, this server's default; give a temperature above 0 too"),
     ({"temperature": 1e-9}, "temperature", "give 0 (greedy), or at least"),
     ({"n": 17}, "n", ": give at most 16"),
     ({"seed": 2**63}, "seed", ": give less than"),
