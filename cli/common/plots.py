@@ -26,7 +26,7 @@ from sparsekv.runtime.selection.interface import DENSE, methods
 
 COLUMN = 1.05
 """Horizontal position where labels begin, in widths of the axes."""
-HIGHEST = 0.04
+LABEL_GAP = 0.04
 """Vertical distance between labels if there is room, in heights of the axes."""
 DARKER = 0.7
 
@@ -72,11 +72,11 @@ def label_ends(axis: Axes, ends: Sequence[LineEnd]) -> None:
 
 
 def spread(heights: Sequence[float]) -> list[float]:
-    """Return heights from 0 to 1 near the given heights and in the same order, at least HIGHEST apart.
+    """Move labels apart: return heights (0 to 1) near the given ones, in their order, and at least LABEL_GAP apart.
 
     If there is no room for this distance, the heights are evenly spaced.
     """
-    gap = min(HIGHEST, 1 / max(1, len(heights) - 1))
+    gap = min(LABEL_GAP, 1 / max(1, len(heights) - 1))
     order = sorted(range(len(heights)), key=lambda number: heights[number])
     placed = [0.0] * len(heights)
     below = -gap

@@ -161,7 +161,7 @@ def _in_background() -> bool:
 
 
 def _wait(connection: socket.socket, passing: _Passing) -> NoReturn:
-    """Stop when the command stops; end with the command's exit code or signal.
+    """Wait for the command: suspend this process while it is suspended, and end with its exit code or signal.
 
     If the connection ends first, print an error and end with exit code 1.
     """

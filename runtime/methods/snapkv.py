@@ -65,8 +65,9 @@ class SnapKV(Method):
 class SnapKVSelector(KeptTokens):
     """Selects the first tokens of the ranking `order` [Hk, M].
 
-    After a question, `order` is the ranking by the question's last queries. Before a question, it is `document_order`
-    [Hk, M], the ranking by the last of the document's observed queries, which are the first half of the tail.
+    The document's observed queries are those of the first half of the tail. Before a question, `order` is
+    `document_order` [Hk, M], the ranking by the last of them. After a question, it is that by the question's last
+    queries.
     """
 
     def __init__(self, method: SnapKV, context: MiddleContext):

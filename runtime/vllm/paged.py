@@ -112,7 +112,7 @@ DIGITS = 128
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Indices [N, Hk, D] int64 of a block's keys and values among the numbers that the block stores."""
+    """Places of the keys and values of a cache block's N tokens: indices [N, Hk, D] int64 into the flattened block."""
 
     keys: torch.Tensor
     values: torch.Tensor
