@@ -5,13 +5,13 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.cli.common.plots import HIGHEST, spread
+from sparsekv.cli.common.plots import LABEL_GAP, spread
 
 
 @given(st.lists(st.floats(-0.2, 1.2), min_size=1, max_size=60))
 def test_labels_keep_their_order_and_distance(heights: list[float]) -> None:
     placed = spread(heights)
-    gap = min(HIGHEST, 1 / max(1, len(heights) - 1))
+    gap = min(LABEL_GAP, 1 / max(1, len(heights) - 1))
     ordered = sorted(placed)
     assert all(after - before >= gap - 1e-9 for before, after in pairwise(ordered))
     assert ordered[0] >= -1e-9
