@@ -182,7 +182,7 @@ class _Recipe:
 def test_a_failed_build_is_tried_again_at_the_next_save_of_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What failed, such as a full disk, may have been mended.
+    """A cause of a failure, such as a full disk, may have been removed.
 
     A document that is built waits for another text, and so does one whose text is refused.
     """
