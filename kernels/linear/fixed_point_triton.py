@@ -40,6 +40,11 @@ _FIXED_HALVES = tl.constexpr(
     cvt.f32.f16 w, p; cvt.f32.f16 x, q; cvt.f32.f16 y, r; cvt.f32.f16 z, s; """
     + _FIXED
 )
+# Four bfloat16 times four others, as sums with -0: GPUs before Hopper have no plain product of two at a time.
+_SCALED = tl.constexpr(
+    """{ .reg .b32 a, b, c, d, z; mov.b64 {a, b}, $1; mov.b64 {c, d}, $2; mov.b32 z, 0x80008000;
+    fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 b, b, d, z; mov.b64 $0, {a, b}; }"""
+)
 # 16 int8 weights times 16 integers of two bytes: $1 to $4 weights, $5 to $8 high bytes, $9 to $12 low bytes.
 _DOT8 = tl.constexpr(
     """{ .reg .b32 h, l; dp4a.s32.s32 h, $1, $5, 0; dp4a.s32.u32 l, $1, $9, 0;
@@ -128,8 +133,9 @@ def _fixed_point(a, b, c, d, HALF: tl.constexpr, EARLY: tl.constexpr):
 
 
 @triton.jit
-def _load_row(row, at, quads, WHOLE: tl.constexpr):
+def _load_quads(row, at, quads, WHOLE: tl.constexpr):
     """Load 16 channels of the row as four quads [1, C] each; quads from number `quads` on are zeros."""
+    row = row.to(tl.pointer_type(tl.int64))
     at = at[None, :]
     if WHOLE:
         return tl.load(row + at), tl.load(row + at + 1), tl.load(row + at + 2), tl.load(row + at + 3)
@@ -144,21 +150,51 @@ def _load_row(row, at, quads, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _load_words(words, at, size, WHOLE: tl.constexpr):
-    """Load words of weights [N, W]; words from number `size` of an output on are zeros."""
-    if WHOLE:
-        return tl.load(words + at[None, :], eviction_policy="evict_first")
-    else:
-        return tl.load(words + at[None, :], mask=(at < size)[None, :], other=0, eviction_policy="evict_first")
+def _squares(quads):
+    """Sum the squares of each four bfloat16."""
+    x, y = quads.to(tl.int32), (quads >> 32).to(tl.int32)
+    a, b = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+    c, d = (y << 16).to(tl.float32, bitcast=True), (y & -65536).to(tl.float32, bitcast=True)
+    return a * a + b * b + c * c + d * d
 
 
 @triton.jit
-def _load_scales(scales, outputs, at, pairs, WHOLE: tl.constexpr):
-    """Load the scales [N, C] of pairs `at`. In this order of axes, a warp reads neighbouring pairs."""
-    if WHOLE:
-        return tl.trans(tl.load(scales + at[:, None] + outputs[None, :]))
+def _load_row(row, norm, at, quads, NORM: tl.constexpr, WHOLE: tl.constexpr):
+    """Load 16 channels of the row as `_load_quads` does; with NORM multiply them by weights, in bfloat16.
+
+    Also returns the sum of the 16 squares before that product, or 0 without NORM.
+    """
+    a, b, c, d = _load_quads(row, at, quads, WHOLE)
+    if NORM:
+        squares = _squares(a) + _squares(b) + _squares(c) + _squares(d)
+        e, f, g, h = _load_quads(norm, at, quads, WHOLE)
+        a = tl.inline_asm_elementwise(_SCALED, "=l,l,l", [a, e], tl.int64, is_pure=True, pack=1)
+        b = tl.inline_asm_elementwise(_SCALED, "=l,l,l", [b, f], tl.int64, is_pure=True, pack=1)
+        c = tl.inline_asm_elementwise(_SCALED, "=l,l,l", [c, g], tl.int64, is_pure=True, pack=1)
+        d = tl.inline_asm_elementwise(_SCALED, "=l,l,l", [d, h], tl.int64, is_pure=True, pack=1)
+        return a, b, c, d, squares
     else:
-        return tl.trans(tl.load(scales + at[:, None] + outputs[None, :], mask=(at < pairs)[:, None], other=0))
+        return a, b, c, d, 0.0
+
+
+@triton.jit
+def _load_words(words, at, size, WHOLE: tl.constexpr):
+    """Load words [N, W] of weights, whose outputs begin at `words` [N]; words from number `size` on are zeros."""
+    words = words[:, None] + at[None, :]
+    if WHOLE:
+        return tl.load(words, eviction_policy="evict_first")
+    else:
+        return tl.load(words, mask=(at < size)[None, :], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_scales(scales, at, pairs, WHOLE: tl.constexpr):
+    """Load the scales [N, C] of pairs `at`. In this order of axes, a warp reads neighbouring pairs."""
+    scales = at[:, None] + scales[None, :]
+    if WHOLE:
+        return tl.trans(tl.load(scales))
+    else:
+        return tl.trans(tl.load(scales, mask=(at < pairs)[:, None], other=0))
 
 
 @triton.jit
@@ -171,64 +207,72 @@ def _four(words, N: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _outputs(program, N, EVEN: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Number the outputs of a program, from its first one on. The last output stands for those beyond it."""
-    outputs = tl.arange(0, BLOCK_N)
-    return outputs if EVEN else tl.minimum(outputs, N - 1 - program * BLOCK_N)
+def _products8(
+    w, row, norm, at, quads, NORM: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Multiply words [N, 4 C] of int8 weights by 16 C channels of the row.
 
-
-@triton.jit
-def _products8(w, row, at, quads, WHOLE: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, C: tl.constexpr):
-    """Multiply words [N, 4 C] of int8 weights by 16 C channels of the row; return sums over 16 channels, [N, C]."""
+    Returns sums over 16 channels [N, C], and the row's squares [1, C] as `_load_row` does.
+    """
     HALF: tl.constexpr = row.dtype.element_ty == tl.float16
-    a, b, c, d = _load_row(row.to(tl.pointer_type(tl.int64)), at, quads, WHOLE)
+    a, b, c, d, squares = _load_row(row, norm, at, quads, NORM, WHOLE)
     e, f, g, h, i, j, k, m, scale = _fixed_point(a, b, c, d, HALF, EARLY)
     a, b, c, d = _four(w, BLOCK_N, C)
     found = tl.inline_asm_elementwise(
         _DOT8, "=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, c, d, e, f, g, h, i, j, k, m], tl.int32, is_pure=True, pack=1
     )
-    return found.to(tl.float32) * scale
+    return found.to(tl.float32) * scale, squares
 
 
 @triton.jit
-def _multiply_int8(
-    row, weight, scales, program, N, K, WHOLE: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr,
+def multiply_int8(
+    row, norm, weights, scales, K, NORM: tl.constexpr, WHOLE: tl.constexpr, ONCE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the row by int8 weights of BLOCK_N outputs."""
+    """Multiply a row of 16-bit floats [K] by int8 weights, of which each output begins at `weights` [BLOCK_N].
+
+    K is a multiple of 16, and all addresses are multiples of 16 bytes. `scales` [BLOCK_N] are addresses too. ONCE: all
+    K channels are read at once. NORM: the row is multiplied by `norm` [K], both bfloat16.
+
+    Returns:
+        The products [BLOCK_N], and with NORM the sum of the row's squares.
+    """
     C: tl.constexpr = BLOCK_K // 16
     W: tl.constexpr = BLOCK_K // 4
     size = K // 4
     at, quad = tl.arange(0, W), tl.arange(0, C) * 4
-    outputs = _outputs(program, N, EVEN, BLOCK_N)
-    words = weight.to(tl.pointer_type(tl.int32)) + (program * BLOCK_N).to(tl.int64) * size + outputs[:, None] * size
-    w = _load_words(words, at, size, WHOLE)
-    of_outputs = tl.load(scales + program * BLOCK_N + outputs)
+    w = _load_words(weights, at, size, WHOLE)
+    of_outputs = tl.load(scales)
     common.wait_for_previous_kernel(EARLY)
     if ONCE:
-        sums = _products8(w, row, quad, size, WHOLE, EARLY, BLOCK_N, C)
+        sums, squares = _products8(w, row, norm, quad, size, NORM, WHOLE, EARLY, BLOCK_N, C)
     else:
-        sums = tl.zeros([BLOCK_N, C], tl.float32)
+        sums, squares = tl.zeros([BLOCK_N, C], tl.float32), tl.zeros([1, C], tl.float32)
         for start in range(0, size, W):
             if start > 0:
-                w = _load_words(words, start + at, size, WHOLE)
-            sums += _products8(w, row, start + quad, size, WHOLE, EARLY, BLOCK_N, C)
-    return tl.sum(sums, 1) * of_outputs
+                w = _load_words(weights, start + at, size, WHOLE)
+            more, of_row = _products8(w, row, norm, start + quad, size, NORM, WHOLE, EARLY, BLOCK_N, C)
+            sums += more
+            squares += of_row
+    return tl.sum(sums, 1) * of_outputs, tl.sum(squares) if NORM else 0.0
 
 
 @triton.jit
-def _add_products4(
-    sums, w, of_pairs, row, at, quads, WHOLE: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, C: tl.constexpr
+def _products4(
+    w, of_pairs, row, norm, at, quads, NORM: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of words [N, 4 C] of 4-bit weights with 32 C channels of the row to sums [N, C].
+    """Multiply words [N, 4 C] of 4-bit weights by 32 C channels of the row.
 
     `of_pairs` [N, C] are words of two bfloat16 scales: of the low and of the high halves.
+
+    Returns sums over 32 channels [N, C], and the row's squares [1, C] as `_load_row` does.
     """
     HALF: tl.constexpr = row.dtype.element_ty == tl.float16
-    row = row.to(tl.pointer_type(tl.int64))
-    a, b, c, d = _load_row(row, at, quads, WHOLE)
+    a, b, c, d, x_squares = _load_row(row, norm, at, quads, NORM, WHOLE)
     e, f, g, h, i, j, k, m, x_scale = _fixed_point(a, b, c, d, HALF, EARLY)
-    a, b, c, d = _load_row(row, at + 8, quads, WHOLE)
+    a, b, c, d, y_squares = _load_row(row, norm, at + 8, quads, NORM, WHOLE)
     n, o, p, q, r, s, t, u, y_scale = _fixed_point(a, b, c, d, HALF, EARLY)
     a, b, c, d = _four(w, BLOCK_N, C)
     of_x = tl.inline_asm_elementwise(
@@ -239,73 +283,37 @@ def _add_products4(
         [a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s, t, u, of_x],
         (tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    sums += x.to(tl.float32) * (of_pairs << 16).to(tl.float32, bitcast=True) * x_scale
+    sums = x.to(tl.float32) * (of_pairs << 16).to(tl.float32, bitcast=True) * x_scale
     sums += y.to(tl.float32) * (of_pairs & -65536).to(tl.float32, bitcast=True) * (y_scale * 0.0625)
-    return sums
+    return sums, x_squares + y_squares
 
 
 @triton.jit
-def _multiply_int4(
-    row, weight, scales, program, N, K, WHOLE: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr,
+def multiply_int4(
+    row, norm, weights, scales, K, NORM: tl.constexpr, WHOLE: tl.constexpr, ONCE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the row by 4-bit weights of BLOCK_N outputs: 8 words and a word of two scales for each 64 channels."""
+    """Multiply a row by 4-bit weights as `multiply_int8` does; 64 channels are 8 words and a word of two scales."""
     C: tl.constexpr = BLOCK_K // 32
     W: tl.constexpr = BLOCK_K // 8
     pairs = tl.cdiv(K, 64)
     size = pairs * 8
     at, c = tl.arange(0, W), tl.arange(0, C)
-    outputs = _outputs(program, N, EVEN, BLOCK_N)
-    words = weight.to(tl.pointer_type(tl.int32)) + (program * BLOCK_N).to(tl.int64) * size + outputs[:, None] * size
-    scales += (program * BLOCK_N).to(tl.int64) * pairs
-    outputs *= pairs
-    w = _load_words(words, at, size, WHOLE)
-    of_pairs = _load_scales(scales, outputs, c // 2, pairs, WHOLE)
+    w = _load_words(weights, at, size, WHOLE)
+    of_pairs = _load_scales(scales, c // 2, pairs, WHOLE)
     common.wait_for_previous_kernel(EARLY)
     quad = c // 2 * 16 + c % 2 * 4
-    sums = tl.zeros([BLOCK_N, C], tl.float32)
     if ONCE:
-        sums = _add_products4(sums, w, of_pairs, row, quad, K // 4, WHOLE, EARLY, BLOCK_N, C)
+        sums, squares = _products4(w, of_pairs, row, norm, quad, K // 4, NORM, WHOLE, EARLY, BLOCK_N, C)
     else:
+        sums, squares = tl.zeros([BLOCK_N, C], tl.float32), tl.zeros([1, C], tl.float32)
         for start in range(0, size, W):
             if start > 0:
-                w = _load_words(words, start + at, size, WHOLE)
-                of_pairs = _load_scales(scales, outputs, start // 8 + c // 2, pairs, WHOLE)
-            sums = _add_products4(sums, w, of_pairs, row, start * 2 + quad, K // 4, WHOLE, EARLY, BLOCK_N, C)
-    return tl.sum(sums, 1)
-
-
-@triton.jit
-def fixed_point_kernel(
-    row, weight_0, scales_0, bias_0, N_0, weight_1, scales_1, bias_1, N_1, weight_2, scales_2, bias_2, N_2, output, K,
-    NUMBER: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr, ONCE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Multiply one row [K] by NUMBER weights; their N_0, N_1 and N_2 outputs are stored one after another.
-
-    K is a multiple of 16. The addresses of row and weights are multiples of 16 bytes. EVEN: BLOCK_N divides all numbers
-    of outputs. ONCE: a program reads all K channels at once.
-    """
-    program = tl.program_id(0)
-    first, second = tl.cdiv(N_0, BLOCK_N), tl.cdiv(N_0, BLOCK_N) + tl.cdiv(N_1, BLOCK_N)
-    weight, scales, bias, N = weight_0, scales_0, bias_0, N_0
-    # The outer conditions are decided when the kernel is compiled, and remove the code of weights that are not there.
-    if NUMBER > 1:  # noqa: SIM102
-        if program >= first:
-            weight, scales, bias, N = weight_1, scales_1, bias_1, N_1
-            output += N_0
-            program -= first
-            if NUMBER > 2:  # noqa: SIM102
-                if program >= second - first:
-                    weight, scales, bias, N = weight_2, scales_2, bias_2, N_2
-                    output += N_1
-                    program -= second - first
-    if BITS == 8:
-        total = _multiply_int8(row, weight, scales, program, N, K, WHOLE, ONCE, EVEN, BLOCK_N, BLOCK_K, EARLY)
-    else:
-        total = _multiply_int4(row, weight, scales, program, N, K, WHOLE, ONCE, EVEN, BLOCK_N, BLOCK_K, EARLY)
-    n = program * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (n >= 0) if EVEN else (n < N)
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + n, total.to(output.dtype.element_ty), mask=inside)
+                w = _load_words(weights, start + at, size, WHOLE)
+                of_pairs = _load_scales(scales, start // 8 + c // 2, pairs, WHOLE)
+            more, of_row = _products4(
+                w, of_pairs, row, norm, start * 2 + quad, K // 4, NORM, WHOLE, EARLY, BLOCK_N, C
+            )  # fmt: skip
+            sums += more
+            squares += of_row
+    return tl.sum(sums, 1), tl.sum(squares) if NORM else 0.0

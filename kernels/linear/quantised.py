@@ -6,11 +6,11 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear, pad, silu
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -126,16 +126,44 @@ def int4_linear(rows: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | Non
     return linear(rows, weight.restored(rows.dtype), bias)
 
 
+class RowNorm(NamedTuple):
+    """RMS norm of a row: its weight [K], and the number that is added to the mean of the row's squares."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+def rms_norm(row: torch.Tensor, norm: RowNorm) -> torch.Tensor:
+    """Divide a row [..., K] by the root of the mean of its squares, and multiply it by the norm's weight."""
+    exact = row.float()
+    scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.epsilon)
+    return norm.weight * (exact * scale).to(row.dtype)
+
+
 @on_gpu("sparsekv.kernels.linear.quantised_triton:one_row_linears_triton")
 def one_row_linears(
-    row: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
+    row: torch.Tensor,
+    weights: Sequence[Weight],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    norm: RowNorm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply one row [1, K] by the weights of up to three layers; return their outputs side by side, [1, N].
 
     The weights are all of one kind, and all layers have a bias or none has.
+
+    Args:
+        norm: a norm of the row before the products.
+        gated: return the SiLU of the first layer's outputs times the second layer's. There are just these two layers.
+        residual: [1, N], added to the outputs.
     """
+    row = row if norm is None else rms_norm(row, norm)
     restored = [one if isinstance(one, torch.Tensor) else one.restored(row.dtype) for one in weights]
-    return torch.cat([linear(row, weight, bias) for weight, bias in zip(restored, biases, strict=True)], 1)
+    outputs = [linear(row, weight, bias) for weight, bias in zip(restored, biases, strict=True)]
+    found = silu(outputs[0]) * outputs[1] if gated else torch.cat(outputs, 1)
+    return found if residual is None else residual + found
 
 
 def multiply(rows: torch.Tensor, weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:

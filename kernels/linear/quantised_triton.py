@@ -10,6 +10,7 @@ For few rows, each weight is read once, and converted in registers. A program co
 on tensor cores. It multiplies in the rows' dtype, which holds int8 and 4-bit numbers exactly.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,8 @@ import triton.language as tl
 from sparsekv.kernels.common import tiles_triton as common
 from sparsekv.kernels.common.launch import dependent_launch, power_of_two
 from sparsekv.kernels.common.tiles_triton import WIDEN
-from sparsekv.kernels.linear.fixed_point_triton import fixed_point_kernel
-from sparsekv.kernels.linear.quantised import PAIR, TOGETHER, Int4Weight, Int8Weight, Weight
+from sparsekv.kernels.linear.fixed_point_triton import multiply_int4, multiply_int8
+from sparsekv.kernels.linear.quantised import PAIR, TOGETHER, Int4Weight, Int8Weight, RowNorm, Weight, rms_norm
 
 _PAIR = tl.constexpr(PAIR)  # input channels of a pair of groups: the low and the high four bits of 32 bytes
 
@@ -32,102 +33,144 @@ def _row_tile(row, at, K, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, bias, output, n, inside, HAS_BIAS: tl.constexpr):
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + n, total.to(output.dtype.element_ty), mask=inside)
+def _load_weights(weights, at, K, WHOLE: tl.constexpr):
+    """Load weights [N, BLOCK_K], whose outputs begin at `weights` [N]."""
+    weights = weights[:, None] + at[None, :]
+    if WHOLE:
+        return tl.load(weights, eviction_policy="evict_first")
+    else:
+        return tl.load(weights, mask=(at < K)[None, :], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _products(w, row, norm, at, K, NORM: tl.constexpr, WHOLE: tl.constexpr):
+    """Multiply weights [N, BLOCK_K] by some channels of the row; also return these channels' squares, or 0."""
+    x = _row_tile(row, at, K, WHOLE)
+    if NORM:
+        return w.to(tl.float32) * (x * _row_tile(norm, at, K, WHOLE))[None, :], x * x
+    else:
+        return w.to(tl.float32) * x[None, :], 0.0
 
 
 @triton.jit
 def _multiply(
-    row, weight, scales, bias, output, program, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    row, norm, weights, scales, K, NORM: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs from int8 or unrounded weights [N, K]."""
-    n, k = program * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    inside = n < N
-    weight += n.to(tl.int64)[:, None] * K
-    here = inside[:, None] if WHOLE else inside[:, None] & (k < K)[None, :]
-    w = tl.load(weight + k[None, :], mask=here, other=0, eviction_policy="evict_first")
+    """Multiply a row by int8 or unrounded weights in float32; as `multiply_int8` of `fixed_point_triton.py`."""
+    k = tl.arange(0, BLOCK_K)
+    w = _load_weights(weights, k, K, WHOLE)
     common.wait_for_previous_kernel(EARLY)
-    sums = w.to(tl.float32) * _row_tile(row, k, K, WHOLE)[None, :]
+    sums, squares = _products(w, row, norm, k, K, NORM, WHOLE)
     for first in range(BLOCK_K, K, BLOCK_K):
-        at = first + k
-        here = inside[:, None] if WHOLE else inside[:, None] & (at < K)[None, :]
-        w = tl.load(weight + at[None, :], mask=here, other=0, eviction_policy="evict_first")
-        sums += w.to(tl.float32) * _row_tile(row, at, K, WHOLE)[None, :]
+        w = _load_weights(weights, first + k, K, WHOLE)
+        more, of_row = _products(w, row, norm, first + k, K, NORM, WHOLE)
+        sums += more
+        squares += of_row
     total = tl.sum(sums, 1)
     if BITS == 8:
-        total *= tl.load(scales + n, mask=inside, other=0.0)
-    _finish(total, bias, output, n, inside, HAS_BIAS)
+        total *= tl.load(scales)
+    return total, tl.sum(squares) if NORM else 0.0
 
 
 @triton.jit
 def _multiply_int4(
-    row, packed, scales, bias, output, program, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    row, packed, scales, K, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Compute BLOCK_N outputs from 4-bit weights [N, pairs, 32] with scales [N, pairs] of two bfloat16 in a word."""
+    """Multiply a row by 4-bit weights [pairs, 32] of each output in float32; a scale is a word of two bfloat16."""
     BLOCK: tl.constexpr = BLOCK_K // _PAIR
-    n, j, pairs = program * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK * 32), tl.cdiv(K, _PAIR)
-    inside = n < N
+    j, pairs = tl.arange(0, BLOCK * 32), tl.cdiv(K, _PAIR)
     sixteen = tl.arange(0, BLOCK * 2) // 2
-    packed += n.to(tl.int64)[:, None] * pairs * 32
-    scales += n.to(tl.int64)[:, None] * pairs
     low_k = j // 32 * _PAIR + j % 32
     sums = tl.zeros([BLOCK_N, BLOCK * 2], tl.float32)
     common.wait_for_previous_kernel(EARLY)
     for first in range(0, pairs, BLOCK):
         k = first * _PAIR + low_k
-        here = inside[:, None] if WHOLE else inside[:, None] & (k < K)[None, :]
-        there = inside[:, None] if WHOLE else inside[:, None] & (first + sixteen < pairs)[None, :]
-        w = tl.load(packed + (first * 32 + j)[None, :], mask=here, other=0)
-        words = tl.load(scales + (first + sixteen)[None, :], mask=there, other=0)
+        here = (k < K)[None, :]
+        there = (first + sixteen < pairs)[None, :]
+        at, of_pairs = packed[:, None] + (first * 32 + j)[None, :], scales[:, None] + (first + sixteen)[None, :]
+        w = tl.load(at) if WHOLE else tl.load(at, mask=here, other=0)
+        words = tl.load(of_pairs) if WHOLE else tl.load(of_pairs, mask=there, other=0)
         x, y = _row_tile(row, k, K, WHOLE), _row_tile(row, k + 32, K, WHOLE)
         low, high = ((w & 15).to(tl.float32) - 8.0) * x[None, :], ((w >> 4).to(tl.float32) - 8.0) * y[None, :]
         low = tl.sum(tl.reshape(low, [BLOCK_N, BLOCK * 2, 16]), 2)
         high = tl.sum(tl.reshape(high, [BLOCK_N, BLOCK * 2, 16]), 2)
         sums += low * (words << 16).to(tl.float32, bitcast=True) + high * (words & -65536).to(tl.float32, bitcast=True)
-    _finish(tl.sum(sums, 1), bias, output, n, inside, HAS_BIAS)
-
-
-@triton.jit
-def _outputs(
-    row, weight, scales, bias, output, program, N, K, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    if BITS == 4:
-        _multiply_int4(row, weight, scales, bias, output, program, N, K, HAS_BIAS, WHOLE, BLOCK_N, BLOCK_K, EARLY)
-    else:
-        _multiply(row, weight, scales, bias, output, program, N, K, HAS_BIAS, WHOLE, BITS, BLOCK_N, BLOCK_K, EARLY)
+    return tl.sum(sums, 1)
 
 
 @triton.jit
 def _one_row_kernel(
-    row, weight_0, scales_0, bias_0, N_0, weight_1, scales_1, bias_1, N_1, weight_2, scales_2, bias_2, N_2, output, K,
-    NUMBER: tl.constexpr, HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BITS: tl.constexpr,
+    row, norm, epsilon, weight_0, scales_0, bias_0, N_0, weight_1, scales_1, bias_1, N_1, weight_2, scales_2, bias_2,
+    N_2, residual, output, K,
+    NUMBER: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    WHOLE: tl.constexpr, BITS: tl.constexpr, FIXED: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row [K] by NUMBER weights; their N_0, N_1 and N_2 outputs are stored one after another."""
-    program, first, second = tl.program_id(0), tl.cdiv(N_0, BLOCK_N), tl.cdiv(N_0, BLOCK_N) + tl.cdiv(N_1, BLOCK_N)
-    if program < first:
-        _outputs(
-            row, weight_0, scales_0, bias_0, output, program, N_0, K,
-            HAS_BIAS, WHOLE, BITS, BLOCK_N, BLOCK_K, EARLY,
-        )  # fmt: skip
-    # The outer conditions are decided when the kernel is compiled, and remove the code of weights that are not there.
-    if NUMBER > 1:  # noqa: SIM102
-        if (program >= first) & (program < second):
-            _outputs(
-                row, weight_1, scales_1, bias_1, output + N_0, program - first, N_1, K,
-                HAS_BIAS, WHOLE, BITS, BLOCK_N, BLOCK_K, EARLY,
+    """Multiply one row [K] by NUMBER weights; their N_0, N_1 and N_2 outputs are stored one after another.
+
+    NORM, GATED, RESIDUAL: as `one_row_linears`. With GATED, even outputs of a program are of the first weight, and odd
+    ones of the second. FIXED: the row is multiplied in fixed point. ONCE: a program reads all K channels at once. EVEN:
+    the numbers of outputs are multiples of those of a program.
+    """
+    PART: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    program, lanes = tl.program_id(0), tl.arange(0, BLOCK_N)
+    weight, scales, bias, N = weight_0, scales_0, bias_0, N_0
+    if GATED:
+        is_up = lanes % 2 == 1
+        lanes = lanes // 2
+        weight = tl.where(is_up, weight_1, weight_0)
+        scales = tl.where(is_up, scales_1, scales_0)
+        bias = tl.where(is_up, bias_1, bias_0)
+    elif NUMBER > 1:
+        first, second = tl.cdiv(N_0, BLOCK_N), tl.cdiv(N_0, BLOCK_N) + tl.cdiv(N_1, BLOCK_N)
+        if program >= first:
+            weight, scales, bias, N = weight_1, scales_1, bias_1, N_1
+            residual, output = residual + N_0, output + N_0
+            program -= first
+            if NUMBER > 2:  # noqa: SIM102  # decided when the kernel is compiled
+                if program >= second - first:
+                    weight, scales, bias, N = weight_2, scales_2, bias_2, N_2
+                    residual, output = residual + N_1, output + N_1
+                    program -= second - first
+    start = program * PART
+    if not EVEN:  # the last output stands for those beyond it
+        lanes = tl.minimum(lanes, N - 1 - start)
+    bias += start + lanes
+    if BITS == 4:
+        pairs = tl.cdiv(K, _PAIR)
+        scales += start.to(tl.int64) * pairs + lanes * pairs
+        if FIXED:
+            weights = weight.to(tl.pointer_type(tl.int32)) + start.to(tl.int64) * (pairs * 8) + lanes * (pairs * 8)
+            total, squares = multiply_int4(
+                row, norm, weights, scales, K, NORM, WHOLE, ONCE, BLOCK_N, BLOCK_K, EARLY
             )  # fmt: skip
-    if NUMBER > 2:  # noqa: SIM102
-        if program >= second:
-            _outputs(
-                row, weight_2, scales_2, bias_2, output + N_0 + N_1, program - second, N_2, K,
-                HAS_BIAS, WHOLE, BITS, BLOCK_N, BLOCK_K, EARLY,
+        else:
+            weights = weight + start.to(tl.int64) * (pairs * 32) + lanes * (pairs * 32)
+            total, squares = _multiply_int4(row, weights, scales, K, WHOLE, BLOCK_N, BLOCK_K, EARLY), 0.0
+    else:
+        scales += start + lanes
+        if FIXED:
+            weights = weight.to(tl.pointer_type(tl.int32)) + start.to(tl.int64) * (K // 4) + lanes * (K // 4)
+            total, squares = multiply_int8(
+                row, norm, weights, scales, K, NORM, WHOLE, ONCE, BLOCK_N, BLOCK_K, EARLY
             )  # fmt: skip
+        else:
+            weights = weight + start.to(tl.int64) * K + lanes * K
+            total, squares = _multiply(row, norm, weights, scales, K, NORM, WHOLE, BITS, BLOCK_K, EARLY)
+    if NORM:
+        total *= tl.rsqrt(squares / K + epsilon)
+    if HAS_BIAS:
+        total += tl.load(bias).to(tl.float32)
+    n = start + tl.arange(0, PART)
+    inside = (n >= 0) if EVEN else (n < N)
+    dtype: tl.constexpr = output.dtype.element_ty
+    if GATED:
+        gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), [PART, 2]))
+        total = gate / (1 + tl.exp(-gate)) * up
+    if RESIDUAL:
+        total = total.to(dtype).to(tl.float32) + tl.load(residual + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + n, total.to(dtype), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -166,21 +209,42 @@ def fixed_point_fits(row, weights):
     )
 
 
-def one_row_linears_triton(row, weights, biases):
-    """Run `one_row_linears` on a GPU; allocates the output alone."""
+def _scales_fixed_point(row: torch.Tensor, norm: RowNorm) -> bool:
+    """Whether the row can be multiplied by the norm's weight in pairs: in float16 the products might overflow."""
+    able = not row.is_cuda or torch.cuda.get_device_capability(row.device) >= (8, 0)
+    return able and row.dtype == norm.weight.dtype == torch.bfloat16 and norm.weight.data_ptr() % 16 == 0
+
+
+def one_row_linears_triton(
+    row: torch.Tensor,
+    weights: Sequence[Weight],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    norm: RowNorm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run `one_row_linears` on a GPU in one launch; allocates the output alone.
+
+    The norm has launches of its own if the weights are rounded, unless a bfloat16 row is multiplied in fixed point.
+    """
     row, bits, K, counts = row.contiguous(), _bits(weights[0]), row.shape[1], [_outputs_of(one) for one in weights]
-    output = row.new_empty(1, sum(counts))
     more = [_tensors(*pair) for pair in zip(weights, biases, strict=True)]
+    fixed = fixed_point_fits(row, [numbers for numbers, *_ in more])
+    if norm is not None and bits < 16 and not (fixed and _scales_fixed_point(row, norm)):
+        row, norm = rms_norm(row, norm), None
+    output = row.new_empty(1, counts[0] if gated else sum(counts))
     slots = [part for tensors, count in zip(more, counts, strict=True) for part in (*tensors, count)]
     slots += (*more[0], 0) * (TOGETHER - len(weights))
-    kernel, tile, options = _one_row_kernel, ROW_TILE, {}
-    if fixed_point_fits(row, [numbers for numbers, *_ in more]):
-        kernel, tile = fixed_point_kernel, fixed_point_tile(bits, K, len(weights))
-        options = {"ONCE": tile.channels >= K, "EVEN": all(count % tile.outputs == 0 for count in counts)}
-    kernel[(sum(triton.cdiv(count, tile.outputs) for count in counts),)](
-        row, *slots, output, K, NUMBER=len(weights), HAS_BIAS=biases[0] is not None, WHOLE=K % tile.channels == 0,
-        BITS=bits, BLOCK_N=tile.outputs, BLOCK_K=tile.channels, num_warps=tile.warps,
-        **options, **dependent_launch(row.device),
+    tile = fixed_point_tile(bits, K, len(weights)) if fixed else ROW_TILE
+    each = tile.outputs // 2 if gated else tile.outputs
+    _one_row_kernel[(sum(triton.cdiv(count, each) for count in counts[: 1 if gated else None]),)](
+        row, row if norm is None else norm.weight, 0.0 if norm is None else norm.epsilon,
+        *slots, row if residual is None else residual.contiguous(), output, K,
+        NUMBER=len(weights), HAS_BIAS=biases[0] is not None, NORM=norm is not None, GATED=gated,
+        RESIDUAL=residual is not None, WHOLE=K % tile.channels == 0, BITS=bits, FIXED=fixed, ONCE=tile.channels >= K,
+        EVEN=all(count % each == 0 for count in counts), BLOCK_N=tile.outputs, BLOCK_K=tile.channels,
+        num_warps=tile.warps, **dependent_launch(row.device),
     )  # fmt: skip
     return output
 

@@ -26,7 +26,7 @@ from sparsekv.kernels.common.kernel_inputs import Centroids, Int8Kernel, RowScal
 from sparsekv.kernels.distributed import sum_triton
 from sparsekv.kernels.distributed.shared_memory import bytes_shared
 from sparsekv.kernels.linear import quantised_triton
-from sparsekv.kernels.linear.quantised import Weight, round_to_int4, round_to_int8
+from sparsekv.kernels.linear.quantised import RowNorm, Weight, round_to_int4, round_to_int8
 from sparsekv.kernels.posting_lists import list_ranks_triton, top_ranks_triton
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, KeyGroups
 from sparsekv.kernels.posting_lists.posting_lists import ListCodes
@@ -183,7 +183,16 @@ def multiply(K: int, dtype: torch.dtype, outputs: tuple[int, ...], *, early: boo
     biases = [torch.zeros(count, dtype=dtype) if biased else None for count in outputs]
     with patch.object(quantised_triton, "dependent_launch", lambda _: {"EARLY": early}):
         for weights in (*kinds, dense):
-            quantised_triton.one_row_linears_triton(torch.zeros(1, K, dtype=dtype), weights, biases)
+            row = torch.zeros(1, K, dtype=dtype)
+            quantised_triton.one_row_linears_triton(row, weights, biases)
+            quantised_triton.one_row_linears_triton(
+                row,
+                weights[:1] * 2,
+                biases[:1] * 2,
+                norm=RowNorm(torch.zeros(K, dtype=dtype), 1e-6),
+                gated=True,
+                residual=torch.zeros(1, outputs[0], dtype=dtype),
+            )
 
 
 def main() -> None:
@@ -191,7 +200,7 @@ def main() -> None:
     (
         partial, shared, own, merging, tables, scan, choice, place, look_up, logits, summing, joint, coarse, flag,
         count, lists, total, store, sums, scores, take, taken, weights, ranks,
-        each_query, each_key, fixed, row,
+        each_query, each_key, row,
     ) = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
@@ -219,7 +228,6 @@ def main() -> None:
         Compiler(list_ranks_triton._rank_kernel),
         Compiler(shares_triton._logsumexp_kernel),
         Compiler(shares_triton._shares_kernel),
-        Compiler(quantised_triton.fixed_point_kernel),
         Compiler(quantised_triton._one_row_kernel),
     ]  # fmt: skip
     multiprocessors = {"count_sms": lambda _: 132}
@@ -237,7 +245,7 @@ def main() -> None:
         patch.multiple(cluster_choice_triton, _logits_kernel=logits, **multiprocessors),
         patch.multiple(shares_triton, _logsumexp_kernel=each_query, _shares_kernel=each_key, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
-        patch.multiple(quantised_triton, fixed_point_kernel=fixed, _one_row_kernel=row),
+        patch.object(quantised_triton, "_one_row_kernel", row),
         patch.multiple(joint_ranks_triton, _joint_kernel=joint, _coarse_kernel=coarse),
         patch.multiple(shared_choice_triton, _sums_kernel=sums, _scores_kernel=scores, **multiprocessors),
         patch.multiple(shared_choice_triton, _take_kernel=take, _list_kernel=taken, **multiprocessors),

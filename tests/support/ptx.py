@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -39,6 +40,18 @@ def _fma(a: Word, b: Word, c: Word) -> Word:
         return (a * b + c).astype(np.float32).view(np.uint32)
 
 
+def _fma_bfloats(a: Word, b: Word, c: Word) -> Word:
+    """Compute a * b + c of the low and of the high bfloat16; products of two bfloat16 are exact in float32."""
+
+    def both(words: Word) -> list[torch.Tensor]:
+        bits = [words << np.uint32(16), words & ~MASK]
+        return [torch.from_numpy(one.view(np.float32)) for one in bits]
+
+    pairs = [(x * y + z).bfloat16() for x, y, z in zip(both(a), both(b), both(c), strict=True)]
+    low, high = (one.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) for one in pairs)
+    return low | high << np.uint32(16)
+
+
 def _largest_halves(a: Word, b: Word) -> Word:
     """Compute the maximum of the low 16 bits and of the high 16 bits."""
     high = np.maximum(a >> np.uint32(16), b >> np.uint32(16))
@@ -53,6 +66,7 @@ OPERATIONS: dict[str, Callable[..., Word]] = {
     "max.u32": np.maximum,
     "max.u16x2": _largest_halves,
     "fma.rn.f32": _fma,
+    "fma.rn.bf16x2": _fma_bfloats,
     "cvt.f32.f16": lambda a: a.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
     "lop3.b32": lambda a, b, c, table: a & b ^ c,  # table 0x6A, the only one that these products use
     "prmt.b32": _permute,
@@ -72,7 +86,10 @@ def _run(code: str, registers: dict[str, np.ndarray], shape: tuple[int, ...]) ->
     for statement in re.sub(r"^\s*{|}\s*$", "", code).split(";"):
         operation, _, rest = statement.strip().partition(" ")
         words = [word.strip() for word in re.sub(r"[{}]", "", rest).split(",")]
-        if operation == "mov.b64":
+        if operation == "mov.b64" and not rest.startswith("{"):
+            whole, low, high = words
+            registers[whole] = registers[low] | registers[high].astype(np.uint64) << np.uint64(32)
+        elif operation == "mov.b64":
             *parts, whole = words
             size = 64 // len(parts)
             for i, part in enumerate(parts):
@@ -85,6 +102,10 @@ def _run(code: str, registers: dict[str, np.ndarray], shape: tuple[int, ...]) ->
             registers[words[0]] = OPERATIONS[operation](*map(value, words[1:]))
 
 
+def _signed(words: np.ndarray) -> np.ndarray:
+    return words.view(np.int64 if words.itemsize == 8 else np.int32)
+
+
 def _inline(code: Any, constraints: str, arguments: list[Any], dtype: Any, **_: object) -> Any:
     """Replacement of `tl.inline_asm_elementwise`."""
     several = isinstance(dtype, tuple | tl.tuple)
@@ -95,7 +116,7 @@ def _inline(code: Any, constraints: str, arguments: list[Any], dtype: Any, **_: 
     shape = inputs[0].shape
     _run(code.value, registers, shape)
     found = [
-        tl.core.tensor(interpreter.TensorHandle(registers[f"${i}"].view(np.int32), of), tl.block_type(of, list(shape)))
+        tl.core.tensor(interpreter.TensorHandle(_signed(registers[f"${i}"]), of), tl.block_type(of, list(shape)))
         for i, of in enumerate(types)
     ]
     return tl.tuple(found) if several else found[0]
@@ -103,7 +124,7 @@ def _inline(code: Any, constraints: str, arguments: list[Any], dtype: Any, **_: 
 
 @contextmanager
 def ptx_by_numpy() -> Iterator[None]:
-    """Within the context, kernels in the interpreter may have inline PTX of 32-bit results."""
+    """Within the context, kernels in the interpreter may have inline PTX."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tl, "inline_asm_elementwise", _inline)
         patch.setattr(tl.core, "inline_asm_elementwise", _inline)

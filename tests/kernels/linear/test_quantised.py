@@ -15,6 +15,7 @@ from support.random_tensors import normal
 from support.reference import assert_close, relative_error
 from support.spawned import run_together
 from support.without_numba import check_product
+from torch.nn.functional import silu
 
 from sparsekv.kernels.attention.cluster_step import compiled_kernels
 from sparsekv.kernels.common.launch import dependent_launch
@@ -25,6 +26,7 @@ from sparsekv.kernels.linear.quantised import (
     PAIR,
     Int4Weight,
     Int8Weight,
+    RowNorm,
     int4_linear,
     int8_linear,
     multiply,
@@ -159,6 +161,55 @@ def test_layers_of_one_row_side_by_side(
     ]
     kernel = multiplied is one_row_linears_triton
     assert_close(found.cpu(), torch.cat(each, 1), TOLERANCE[dtype] if kernel else 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("multiplied", [one_row_linears.reference, one_row_linears_triton], ids=["torch", "kernel"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@by_dtype
+@pytest.mark.parametrize("channels", [40, 576, 2048, 4160])
+@pytest.mark.parametrize("outputs", [(33, 33), (64, 64), (70, 3), (5,)], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_norm_gate_and_residual_of_a_product(
+    multiplied: Product, bits: int, dtype: torch.dtype, channels: int, outputs: tuple[int, ...], normed: bool,
+    gated: bool, added: bool, biased: bool,
+) -> None:  # fmt: skip
+    gated = gated and len(set(outputs)) < len(outputs)
+    row, weight = 3 * normal(1, 1, channels), 1 + normal(2, channels)
+    row[0, 3] = 100
+    row, weight = row.to(dtype), weight.to(dtype)
+    weights = [
+        rounded(bits, count, channels) if bits < 16 else (0.05 * normal(place, count, channels)).to(dtype)
+        for place, count in enumerate(outputs)
+    ]
+    biases = [normal(count, count).to(dtype) if biased else None for count in outputs]
+    residual = normal(3, 1, outputs[0] if gated else sum(outputs)).to(dtype) if added else None
+
+    def on_device(one: torch.Tensor | None) -> torch.Tensor | None:
+        return None if one is None else one.to(DEVICE)
+
+    with poisoned_memory():
+        found = multiplied(
+            row.to(DEVICE),
+            [one.to(DEVICE) if isinstance(one, torch.Tensor) else moved(one) for one in weights],
+            [on_device(one) for one in biases],
+            norm=RowNorm(weight.to(DEVICE), 1e-3) if normed else None,
+            gated=gated,
+            residual=on_device(residual),
+        )
+    scale = torch.rsqrt(row.double().square().mean() + 1e-3)
+    given = row.double() * scale * weight.double() if normed else row.double()
+    each = [
+        given @ (one.double() if isinstance(one, torch.Tensor) else one.restored(torch.float64)).T
+        + (0 if bias is None else bias.double())
+        for one, bias in zip(weights, biases, strict=True)
+    ]
+    expected = silu(each[0]) * each[1] if gated else torch.cat(each, 1)
+    expected = expected if residual is None else expected + residual.double()
+    assert_close(found.cpu(), expected, (2 if multiplied is one_row_linears_triton else 4) * TOLERANCE[dtype])
 
 
 def fixed_point(row: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Linear layers that multiply the same row become one operator of a compiled graph, with the same output."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -65,49 +65,112 @@ class Layer(nn.Module):
         return x + self.d(silu(self.g(row)) * self.u(row))
 
 
-def _joined(layer: Callable[..., torch.Tensor]) -> tuple[Callable[..., torch.Tensor], list[int]]:
-    """The layer compiled with the pass, and a list that gets the number of weights of each operator."""
-    numbers: list[int] = []
+class Joint(NamedTuple):
+    """A joint product of a graph: its number of weights, and what else it computes."""
+
+    weights: int
+    norm: bool = False
+    gated: bool = False
+    residual: bool = False
+
+
+def _joined(layer: Callable[..., Any]) -> tuple[Callable[..., Any], list[Joint]]:
+    """The layer compiled with the pass, and a list that gets the graph's joint products."""
+    joints: list[Joint] = []
 
     def compile_graph(module: GraphModule, inputs: Any) -> Callable[..., Any]:
         JoinLinears("cpu")(module.graph)
-        found = module.graph.find_nodes(op="call_function", target=torch.ops.sparsekv.one_row_linears.default)
-        numbers.extend(len(node.args[1]) for node in found)
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.sparsekv.one_row_linears.default):
+            _, weights, _, _, norm, _, gated, residual = node.args
+            joints.append(Joint(len(weights), norm is not None, gated, residual is not None))
         module.recompile()
         return module
 
     backend = aot_autograd(fw_compiler=compile_graph, decompositions=select_decomp_table())
-    return torch.compile(layer, backend=backend), numbers
+    return torch.compile(layer, backend=backend), joints
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("bits", "joined"), [(16, [3, 1, 2, 1]), (8, [3, 2]), (4, [3, 2])])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @torch.inference_mode()
-def test_layers_of_one_row_are_joined(bits: int, joined: list[int], bias: bool) -> None:
+def test_layers_of_one_row_are_joined(bits: int, bias: bool) -> None:
     layer = Layer(bits, bias=bias)
-    compiled, numbers = _joined(layer)
+    compiled, joints = _joined(layer)
     x = normal(1, 1, 1, CHANNELS).bfloat16()
     assert_close(compiled(x), layer(x).double(), 8e-3)
-    assert numbers == joined
+    assert joints == [Joint(3), Joint(1, residual=True), Joint(2, gated=True), Joint(1, residual=True)]
+
+
+LLAMA = [Joint(3, norm=True), Joint(1, residual=True), Joint(2, norm=True, gated=True), Joint(1, residual=True)]
+HEAD = [Joint(1)]
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_norms_gates_and_residuals_of_models_become_part_of_the_products(family: str, bits: int) -> None:
+    model = FAMILIES[family]().to(torch.bfloat16)  # type: ignore[call-overload]  # transformers wraps `to`
+    if bits < 16:
+        quantise_linears(model, bits)
+    compiled, joints = _joined(lambda ids: model(input_ids=ids, use_cache=False).logits)
+    ids = random_ids(1)[None]
+    assert_close(compiled(ids), model(input_ids=ids).logits.double(), 3e-2)
+    assert joints == LLAMA * model.config.num_hidden_layers + HEAD
+
+
+def _normal(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """RMS norm as the models' own."""
+    exact = x.float()
+    return weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _read_twice(x: torch.Tensor, norm: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A norm, both parts of a gate and a sum that are read elsewhere, too."""
+    row = _normal(x, norm)
+    gate, up = linear(row, w), linear(row, v)
+    return torch.cat([row, silu(gate) * up, up, gate], -1)
+
+
+def _other_order(x: torch.Tensor, norm: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The second layer's output is activated, and a sum has no residual but another product."""
+    up, gate = linear(x, w), linear(x, v)
+    return linear(x, w) + linear(silu(gate) * up, w[:, :48]) + norm.float()[:48].to(x.dtype)
+
+
+def _other_shapes(x: torch.Tensor, norm: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A residual that is broadcast or of another dtype, and a norm whose weight is a number."""
+    row = _normal(x, norm[:1])
+    return linear(row, w) + norm[:1] + linear(x, v).float()
+
+
+@pytest.mark.parametrize("compute", [_read_twice, _other_order, _other_shapes])
+@torch.inference_mode()
+def test_what_a_product_cannot_take_stays(compute: Callable[..., torch.Tensor]) -> None:
+    x, norm = normal(1, 1, 1, CHANNELS).bfloat16(), 1 + normal(2, CHANNELS).bfloat16()
+    w, v = normal(3, 48, CHANNELS).bfloat16(), normal(4, 48, CHANNELS).bfloat16()
+    compiled, joints = _joined(compute)
+    assert_close(compiled(x, norm, w, v), compute(x, norm, w, v).double(), 1e-2)
+    assert joints
+    assert not any(one.norm or one.gated for one in joints)
 
 
 @pytest.mark.parametrize("bits", [16, 8])
 @torch.inference_mode()
 def test_several_rows_are_left_to_torch(bits: int) -> None:
     layer = Layer(bits)
-    compiled, numbers = _joined(layer)
+    compiled, joints = _joined(layer)
     x = normal(1, 1, 5, CHANNELS).bfloat16()
     assert_close(compiled(x), layer(x).double(), 8e-3)
-    assert not numbers
+    assert not joints
 
 
 @torch.inference_mode()
 def test_float32_weights_are_left_to_torch() -> None:
     layer = Layer(16, dtype=torch.float32)
-    compiled, numbers = _joined(layer)
+    compiled, joints = _joined(layer)
     x = normal(1, 1, 1, CHANNELS)
     assert_close(compiled(x), layer(x).double(), 1e-5)
-    assert not numbers
+    assert not joints
 
 
 @torch.inference_mode()
@@ -119,10 +182,10 @@ def test_only_products_of_the_same_row_and_of_given_weights_are_joined() -> None
         of_x = [linear(x, one) for one in weights[:5]]
         return torch.cat([*of_x, linear(y, weights[5]), linear(x, 2 * weights[6]), x @ weights[7].T.contiguous()], -1)
 
-    compiled, numbers = _joined(products)
+    compiled, joints = _joined(products)
     x, y = normal(8, 1, CHANNELS).bfloat16(), normal(9, 1, CHANNELS).bfloat16()
     assert_close(compiled(x, y, *weights), products(x, y, *weights).double(), 8e-3)
-    assert numbers == [3, 2, 1]
+    assert [one.weights for one in joints] == [3, 2, 1]
 
 
 @pytest.mark.gpu
@@ -141,9 +204,9 @@ def test_compiled_steps_on_a_gpu_give_the_models_logits(
         steps = [tokens[:8], *tokens[8:].split(1)]
         return torch.cat([model(input_ids=one[None], past_key_values=cache).logits[0] for one in steps])
 
-    def counted(row: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def counted(row: torch.Tensor, weights: Sequence[Weight], *more: Any, **named: Any) -> torch.Tensor:
         numbers.append(len(weights))
-        return one_row_linears(row, weights, biases)
+        return one_row_linears(row, weights, *more, **named)
 
     monkeypatch.setattr(joined_linears, "one_row_linears", counted)
     expected = logits()
