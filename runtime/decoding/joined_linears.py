@@ -1,21 +1,23 @@
 """A pass of torch's compiler that joins the linear layers which multiply the same row into one launch.
 
 The launch also computes what the graph does with the row and with the outputs: the RMS norm before a product, SiLU of
-gate times up, and the addition of a residual. A kernel for each of them would take longer than its arithmetic.
+gate times up, and the addition of a residual. Another launch computes the norms and RoPE of query and key. A kernel for
+each of them would take longer than its arithmetic.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.pattern_matcher import CallFunction, Ignored, KeywordArg, Match
+from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, Ignored, KeywordArg, Match, PatternExpr
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from sparsekv.kernels.common.launch import dependent_launch
 from sparsekv.kernels.linear.quantised import TOGETHER, RowNorm, one_row_linears, rounded
+from sparsekv.kernels.linear.rotated_heads import rotated_heads
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -59,8 +61,26 @@ def _output_of(
     return row.new_empty(*row.shape[:-1], sum(len(one) for one in numbers[: 1 if gated else None]))
 
 
-VIEWS = aten.view.default, aten.reshape.default
-JOINED = torch.ops.sparsekv.one_row_linears.default
+@torch.library.custom_op("sparsekv::rotated_heads", mutates_args=())
+def _opaque_rotation(
+    channels: torch.Tensor,
+    queries: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: Sequence[torch.Tensor],
+    epsilons: Sequence[float],
+) -> torch.Tensor:
+    """Run `rotated_heads` as one opaque operator on the first channels of a joint product; return [1, H, 1, D]."""
+    pairs = [RowNorm(*pair) for pair in zip(norms, epsilons, strict=True)]
+    return rotated_heads(channels.flatten(), queries, cos.flatten(), sin.flatten(), pairs)[None, :, None]
+
+
+@_opaque_rotation.register_fake
+def _heads_of(channels: torch.Tensor, queries: int, cos: torch.Tensor, *_: object) -> torch.Tensor:
+    return channels.new_empty(1, channels.numel() // cos.shape[-1], 1, cos.shape[-1])
+
+
+JOINED, ROTATED = torch.ops.sparsekv.one_row_linears.default, torch.ops.sparsekv.rotated_heads.default
 
 
 class Product(NamedTuple):
@@ -100,6 +120,8 @@ class JoinLinears(CustomGraphPass):  # type: ignore[misc]  # torch gives it no t
         self.device = device
 
     def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=aten.view.default):
+            node.target = aten.reshape.default  # so that patterns have one of them
         kinds: dict[tuple[object, ...], list[Product]] = {}
         for product in self._products(graph):
             kinds.setdefault(product.kind, []).append(product)
@@ -113,6 +135,7 @@ class JoinLinears(CustomGraphPass):  # type: ignore[misc]  # torch gives it no t
             _take_gate(node)
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             _take_residual(graph, node)
+        _rotate(graph)
         graph.eliminate_dead_code()
         graph.lint()
 
@@ -171,7 +194,7 @@ def _plain_product(node: Node) -> Product | None:
         or (value.is_cuda and not dependent_launch(value.device)["EARLY"])
     ):
         return None
-    viewed = row.target in VIEWS and _value(row.args[0]).shape[-1] == shape[-1]
+    viewed = row.target is aten.reshape.default and _value(row.args[0]).shape[-1] == shape[-1]
     return Product(node, row.args[0] if viewed else row, shape, row, weight, None, bias)
 
 
@@ -204,17 +227,17 @@ def _call(graph: Graph, target: Any, arguments: tuple[Any, ...]) -> Node:
 
 def _drop_views(graph: Graph) -> None:
     """Remove reshapes of joint products and of their parts that change no shape, and all nodes that nothing reads."""
-    for node in (node for target in VIEWS for node in graph.find_nodes(op="call_function", target=target)):
+    for node in graph.find_nodes(op="call_function", target=aten.reshape.default):
         source = node.args[0]
-        while source.target in VIEWS:
+        while source.target is aten.reshape.default:
             source = source.args[0]
         if source.target in (JOINED, aten.slice.Tensor) and _value(source).shape == _value(node).shape:
             node.replace_all_uses_with(source)
     graph.eliminate_dead_code()
 
 
-def _rms_norm() -> CallFunction:
-    exact = CallFunction(prims.convert_element_type.default, KeywordArg("row"), torch.float32, _users=2)
+def _rms_norm(row: PatternExpr) -> CallFunction:
+    exact = CallFunction(prims.convert_element_type.default, row, torch.float32, _users=2)
     mean = CallFunction(aten.mean.dim, CallFunction(aten.pow.Tensor_Scalar, exact, 2), [-1], True)
     scale = CallFunction(aten.rsqrt.default, CallFunction(aten.add.Tensor, mean, KeywordArg("epsilon")))
     scaled = CallFunction(aten.mul.Tensor, exact, scale)
@@ -234,7 +257,22 @@ def _gated() -> CallFunction:
     )
 
 
-RMS_NORM, GATED = _rms_norm(), _gated()
+def _rotation(norm: Callable[[PatternExpr], PatternExpr]) -> CallFunction:
+    """Pattern of heads that are a part of a joint product, after a norm and RoPE."""
+    part = CallFunction(aten.slice.Tensor, KeywordArg("joined"), -1, KeywordArg("start"), KeywordArg("stop"))
+    heads = norm(CallFunction(aten.reshape.default, part, Ignored()))
+    heads = CallFunction(aten.permute.default, heads, [0, 2, 1, 3], _users=3)
+    first = CallFunction(aten.slice.Tensor, heads, 3, 0, KeywordArg("half"))
+    second = CallFunction(aten.slice.Tensor, heads, 3, KeywordArg("half"), Ignored())
+    turned = CallFunction(aten.cat.default, [CallFunction(aten.neg.default, second), first], -1)
+    cos, sin = (CallFunction(aten.unsqueeze.default, KeywordArg(name), 1, _users=MULTIPLE) for name in ("cos", "sin"))
+    return CallFunction(
+        aten.add.Tensor, CallFunction(aten.mul.Tensor, heads, cos), CallFunction(aten.mul.Tensor, turned, sin)
+    )
+
+
+RMS_NORM, GATED = _rms_norm(KeywordArg("row")), _gated()
+ROTATIONS = _rotation(lambda heads: heads), _rotation(_rms_norm)
 
 
 def _match(pattern: CallFunction, node: object) -> dict[str, Any] | None:
@@ -287,3 +325,48 @@ def _take_residual(graph: Graph, total: Node) -> None:
             with graph.inserting_before(total):  # the residual may be computed after the product
                 total.replace_all_uses_with(_call(graph, JOINED, (*given, False, residual)))
             return
+
+
+def _rotate(graph: Graph) -> None:
+    """Replace norms and RoPE of query and key, which are the first parts of a joint product, by one operator."""
+    pairs: dict[object, list[tuple[Node, dict[str, Any]]]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        found = next(filter(None, (_match(pattern, node) for pattern in ROTATIONS)), None)
+        if found is not None and found["joined"].target is JOINED:
+            pairs.setdefault((found["joined"], found["cos"], found["sin"]), []).append((node, found))
+    for pair in pairs.values():
+        pair.sort(key=lambda one: one[1]["start"])
+        if len(pair) == 2 and _rotate_together(pair[0][1], pair[1][1]) and all(_fits(*one) for one in pair):
+            _join_rotations(graph, *pair)
+
+
+def _rotate_together(query: dict[str, Any], key: dict[str, Any]) -> bool:
+    """Whether two parts of a joint product are its first channels, and both or none have a norm."""
+    return query["start"] == 0 and query["stop"] == key["start"] and ("weight" in query) == ("weight" in key)
+
+
+def _fits(node: Node, found: dict[str, Any]) -> bool:
+    """Whether heads have the shapes and the dtype of `rotated_heads`."""
+    batch, heads, tokens, channels = _value(node).shape
+    given = [found["cos"], found["sin"], *([found["weight"]] if "weight" in found else [])]
+    values = [_value(one) for one in given if isinstance(one, Node)]
+    return (
+        batch == tokens == 1
+        and len(values) == len(given)
+        and all(one.numel() == one.shape[-1] == channels == 2 * found["half"] for one in values)
+        and found["stop"] - found["start"] == heads * channels
+        and {one.dtype for one in (_value(node), _value(found["joined"]), *values)} == {_value(node).dtype}
+        and isinstance(found.get("epsilon", 0.0), float)
+    )
+
+
+def _join_rotations(graph: Graph, of_query: tuple[Node, dict[str, Any]], of_key: tuple[Node, dict[str, Any]]) -> None:
+    (query, found), (key, of_norm) = of_query, of_key
+    queries, heads = (_value(query).shape[1], _value(query).shape[1] + _value(key).shape[1])
+    norms = [one for one in (found, of_norm) if "weight" in one]
+    with graph.inserting_before(min(query, key)):
+        channels = _call(graph, aten.slice.Tensor, (found["joined"], -1, 0, of_norm["stop"]))
+        more = [one["weight"] for one in norms], [one["epsilon"] for one in norms]
+        rotated = _call(graph, ROTATED, (channels, queries, found["cos"], found["sin"], *more))
+        query.replace_all_uses_with(_call(graph, aten.slice.Tensor, (rotated, 1, 0, queries)))
+        key.replace_all_uses_with(_call(graph, aten.slice.Tensor, (rotated, 1, queries, heads)))

@@ -2,8 +2,8 @@
 
 Triton's interpreter runs code that the compiler may refuse. Run the program with TRITON_INTERPRET=0. It compiles the
 kernels of attention, of storing rows, of ranks by posting lists and by codes, of several queries over codes, of the
-choice of clusters for several questions, of logits of int8 centroids, of products of one row, and of the sum over
-ranks.
+choice of clusters for several questions, of logits of int8 centroids, of products of one row, of rotated heads, and of
+the sum over ranks.
 """
 
 import sys
@@ -25,7 +25,7 @@ from sparsekv.kernels.common import run_rows_triton
 from sparsekv.kernels.common.kernel_inputs import Centroids, Int8Kernel, RowScales, RunRows, ScoredCentroids
 from sparsekv.kernels.distributed import sum_triton
 from sparsekv.kernels.distributed.shared_memory import bytes_shared
-from sparsekv.kernels.linear import quantised_triton
+from sparsekv.kernels.linear import quantised_triton, rotated_heads_triton
 from sparsekv.kernels.linear.quantised import RowNorm, Weight, round_to_int4, round_to_int8
 from sparsekv.kernels.posting_lists import list_ranks_triton, top_ranks_triton
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, KeyGroups
@@ -195,12 +195,19 @@ def multiply(K: int, dtype: torch.dtype, outputs: tuple[int, ...], *, early: boo
             )
 
 
+def rotate(D: int, dtype: torch.dtype, *, early: bool, normed: bool) -> None:
+    """Compile the rotation of query and key heads."""
+    angles, norms = torch.zeros(D, dtype=dtype), [RowNorm(torch.zeros(D, dtype=dtype), 1e-6)] * 2 if normed else []
+    with patch.object(rotated_heads_triton, "dependent_launch", lambda _: {"EARLY": early}):
+        rotated_heads_triton.rotated_heads_triton(torch.zeros(10 * D, dtype=dtype), 8, angles, angles, norms)
+
+
 def main() -> None:
     """Compile all launches, print the number of kernels, and fail if a kernel does not fit an SM."""
     (
         partial, shared, own, merging, tables, scan, choice, place, look_up, logits, summing, joint, coarse, flag,
         count, lists, total, store, sums, scores, take, taken, weights, ranks,
-        each_query, each_key, row,
+        each_query, each_key, row, heads,
     ) = kernels = [
         Compiler(decode_attention_triton._partial_kernel),
         Compiler(shared_decode_triton._shared_kernel),
@@ -229,6 +236,7 @@ def main() -> None:
         Compiler(shares_triton._logsumexp_kernel),
         Compiler(shares_triton._shares_kernel),
         Compiler(quantised_triton._one_row_kernel),
+        Compiler(rotated_heads_triton._rotate_kernel),
     ]  # fmt: skip
     multiprocessors = {"count_sms": lambda _: 132}
     with (
@@ -246,6 +254,7 @@ def main() -> None:
         patch.multiple(shares_triton, _logsumexp_kernel=each_query, _shares_kernel=each_key, **multiprocessors),
         patch.object(sum_triton, "_sum_kernel", summing),
         patch.object(quantised_triton, "_one_row_kernel", row),
+        patch.object(rotated_heads_triton, "_rotate_kernel", heads),
         patch.multiple(joint_ranks_triton, _joint_kernel=joint, _coarse_kernel=coarse),
         patch.multiple(shared_choice_triton, _sums_kernel=sums, _scores_kernel=scores, **multiprocessors),
         patch.multiple(shared_choice_triton, _take_kernel=take, _list_kernel=taken, **multiprocessors),
@@ -265,6 +274,8 @@ def main() -> None:
         multiply(4160, torch.bfloat16, (33, 16, 5), early=True, biased=True)
         multiply(48, torch.float16, (16,), early=False, biased=False)
         multiply(40, torch.float32, (7, 7), early=True, biased=True)
+        rotate(128, torch.bfloat16, early=True, normed=True)
+        rotate(96, torch.float16, early=False, normed=False)
         add_up_all(0, [torch.zeros(bytes_shared(8), dtype=torch.uint8)] * 8, rounds=1)
     compiled = [one for kernel in kernels for one in kernel.compiled]
     for one in compiled:

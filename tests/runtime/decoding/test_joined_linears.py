@@ -74,15 +74,25 @@ class Joint(NamedTuple):
     residual: bool = False
 
 
-def _joined(layer: Callable[..., Any]) -> tuple[Callable[..., Any], list[Joint]]:
-    """The layer compiled with the pass, and a list that gets the graph's joint products."""
-    joints: list[Joint] = []
+class Rotated(NamedTuple):
+    """Rotated heads of a graph: the query's heads, and the number of norms."""
+
+    queries: int
+    norms: int
+
+
+def _joined(layer: Callable[..., Any]) -> tuple[Callable[..., Any], list[Joint | Rotated]]:
+    """The layer compiled with the pass, and a list that gets the graph's joint products and rotated heads."""
+    joints: list[Joint | Rotated] = []
 
     def compile_graph(module: GraphModule, inputs: Any) -> Callable[..., Any]:
         JoinLinears("cpu")(module.graph)
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.sparsekv.one_row_linears.default):
-            _, weights, _, _, norm, _, gated, residual = node.args
-            joints.append(Joint(len(weights), norm is not None, gated, residual is not None))
+        for node in module.graph.nodes:
+            if node.target is torch.ops.sparsekv.one_row_linears.default:
+                _, weights, _, _, norm, _, gated, residual = node.args
+                joints.append(Joint(len(weights), norm is not None, gated, residual is not None))
+            elif node.target is torch.ops.sparsekv.rotated_heads.default:
+                joints.append(Rotated(node.args[1], len(node.args[4])))
         module.recompile()
         return module
 
@@ -101,21 +111,21 @@ def test_layers_of_one_row_are_joined(bits: int, bias: bool) -> None:
     assert joints == [Joint(3), Joint(1, residual=True), Joint(2, gated=True), Joint(1, residual=True)]
 
 
-LLAMA = [Joint(3, norm=True), Joint(1, residual=True), Joint(2, norm=True, gated=True), Joint(1, residual=True)]
-HEAD = [Joint(1)]
+REST = [Joint(1, residual=True), Joint(2, norm=True, gated=True), Joint(1, residual=True)]
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @torch.inference_mode()
-def test_norms_gates_and_residuals_of_models_become_part_of_the_products(family: str, bits: int) -> None:
+def test_norms_gates_residuals_and_rope_of_models(family: str, bits: int) -> None:
     model = FAMILIES[family]().to(torch.bfloat16)  # type: ignore[call-overload]  # transformers wraps `to`
     if bits < 16:
         quantise_linears(model, bits)
     compiled, joints = _joined(lambda ids: model(input_ids=ids, use_cache=False).logits)
     ids = random_ids(1)[None]
     assert_close(compiled(ids), model(input_ids=ids).logits.double(), 3e-2)
-    assert joints == LLAMA * model.config.num_hidden_layers + HEAD
+    rotated = Rotated(model.config.num_attention_heads, 2 if family == "qwen3" else 0)
+    assert joints == [Joint(3, norm=True), rotated, *REST] * model.config.num_hidden_layers + [Joint(1)]
 
 
 def _normal(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -143,6 +153,66 @@ def _other_shapes(x: torch.Tensor, norm: torch.Tensor, w: torch.Tensor, v: torch
     return linear(row, w) + norm[:1] + linear(x, v).float()
 
 
+Rows = tuple[torch.Tensor, ...]
+
+
+def _rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE as the models' own, of heads [1, 1, H, D]."""
+    heads = heads.transpose(1, 2)
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    return heads * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
+
+
+def _both(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor) -> Rows:
+    return _rope(query, cos, sin), _rope(key, cos, sin)
+
+
+def _one_norm(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor) -> Rows:
+    return _rope(_normal(query, norm), cos, sin), _rope(key, cos, sin)
+
+
+def _some_channels(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor
+) -> Rows:
+    some, more = cos[..., :8], sin[..., :8]
+    return _rope(query[..., :8], some, more), _rope(key[..., :8], some, more)
+
+
+def _two_angles(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor
+) -> Rows:
+    return _rope(query, cos, sin), _rope(key, sin, cos)
+
+
+def _three(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor) -> Rows:
+    return _rope(query, cos, sin), _rope(key[:, :, :1], cos, sin), _rope(key[:, :, 1:], cos, sin)
+
+
+def _scaled(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor) -> Rows:
+    """One angle for all channels."""
+    return _rope(query, cos[..., :1], sin[..., :1]), _rope(key, cos[..., :1], sin[..., :1])
+
+
+@pytest.mark.parametrize(
+    ("rope", "joined"),
+    [(_both, 1), (_one_norm, 0), (_some_channels, 0), (_two_angles, 0), (_three, 0), (_scaled, 0)],
+)
+@torch.inference_mode()
+def test_rope_that_the_kernel_does_not_compute_stays(rope: Callable[..., Rows], joined: int) -> None:
+    def compute(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> Rows:
+        query, key = linear(x, w).view(1, 1, 3, 16), linear(x, v).view(1, 1, 2, 16)
+        return rope(query, key, *more)
+
+    x, norm = normal(1, 1, 1, CHANNELS).bfloat16(), 1 + normal(2, 16).bfloat16()
+    w, v = normal(3, 48, CHANNELS).bfloat16(), normal(4, 32, CHANNELS).bfloat16()
+    cos, sin = normal(5, 1, 1, 16).bfloat16(), normal(6, 1, 1, 16).bfloat16()
+    compiled, joints = _joined(compute)
+    for found, expected in zip(compiled(x, w, v, cos, sin, norm), compute(x, w, v, cos, sin, norm), strict=True):
+        assert_close(found, expected.double(), 1e-2)
+    assert [type(one) for one in joints].count(Rotated) == joined
+
+
 @pytest.mark.parametrize("compute", [_read_twice, _other_order, _other_shapes])
 @torch.inference_mode()
 def test_what_a_product_cannot_take_stays(compute: Callable[..., torch.Tensor]) -> None:
@@ -151,7 +221,7 @@ def test_what_a_product_cannot_take_stays(compute: Callable[..., torch.Tensor]) 
     compiled, joints = _joined(compute)
     assert_close(compiled(x, norm, w, v), compute(x, norm, w, v).double(), 1e-2)
     assert joints
-    assert not any(one.norm or one.gated for one in joints)
+    assert not any(one.norm or one.gated for one in joints if isinstance(one, Joint))
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -185,7 +255,7 @@ def test_only_products_of_the_same_row_and_of_given_weights_are_joined() -> None
     compiled, joints = _joined(products)
     x, y = normal(8, 1, CHANNELS).bfloat16(), normal(9, 1, CHANNELS).bfloat16()
     assert_close(compiled(x, y, *weights), products(x, y, *weights).double(), 8e-3)
-    assert [one.weights for one in joints] == [3, 2, 1]
+    assert joints == [Joint(3), Joint(2), Joint(1)]
 
 
 @pytest.mark.gpu
