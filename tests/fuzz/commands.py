@@ -114,7 +114,7 @@ def as_loaded(world: World) -> OpenIndex:
 @deed("command", 4)
 def command(world: World, index: OpenIndex) -> None:
     """Check that `build-index` and `generate` give the rows and the answer of the functions below them."""
-    if not is_read_back(world):
+    if not is_read_back(world) or not world.case.indexers:  # the command always builds a method
         return
     case = world.case
     name, options = case.indexers[0]

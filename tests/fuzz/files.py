@@ -27,7 +27,7 @@ FOLDER, INDEX = Path("project"), Path("project.skv")
 @deed("folder", 5, asks=False)
 def folder(world: World, index: OpenIndex) -> None:
     """Check that the index of a folder, built after each of some edits, equals a fresh build of its text."""
-    if not is_read_back(world):
+    if not is_read_back(world) or not world.case.indexers:  # the command always builds a method
         return
     case, random = world.case, Random(world.case.more)
     with placed(world):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fuzz.case import Case, Palette, draw
+from fuzz.checks import check
 from fuzz.deeds import DEEDS
 from fuzz.drawing import expect_drawn, left_by
 from fuzz.mutations import FAULTS, ROOT, Fault
@@ -86,6 +87,11 @@ def test_cuts_leave_what_transformers_leaves() -> None:
     assert left_by(Sampling(1, 1.0, top_k=2), logits).isfinite().tolist() == [True, True, False, False, False]
     assert left_by(Sampling(1, 1.0, top_p=0.64), logits).isfinite().tolist() == [True, True, False, False, False]
     assert left_by(Sampling(1, 1.0, top_p=0.63), logits).isfinite().tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("deed", [name for name in DEEDS if name != "compiled"])  # compiling a model takes long
+def test_each_deed_runs_on_the_simplest_case(deed: str) -> None:
+    check(Case(deed=deed))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
