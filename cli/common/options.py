@@ -40,15 +40,15 @@ def _named(parameter: Any) -> str:
     return str(parameter.metavar or parameter.name)
 
 
-def check_values(command: Any, ctx: Any) -> None:
+def refuse_unusable(command: Any, ctx: Any) -> None:
     """Raise UsageError if a parameter of a command has a value that no command can use."""
     names = {one.name: _named(one) for one in command.params}
     for name, value in ctx.params.items():
         for one in value if isinstance(value, list | tuple) else [value]:
-            check_value(names[name], one)
+            refuse_unusable_value(names[name], one)
 
 
-def check_value(name: str, value: Any) -> None:
+def refuse_unusable_value(name: str, value: Any) -> None:
     """Raise UsageError for a value that no command can use. Paths are not checked, because a file name may contain
     any bytes."""
     if isinstance(value, str) and not _is_utf8(value):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv.cli.common.console import note, shortened, stderr, tell
 from sparsekv.cli.common.tables import titled_table
 from sparsekv.formats.index.schema import KVStorage, Manifest
-from sparsekv.kernels.attention.cluster_step import compiling_took
+from sparsekv.kernels.common.on_cpu import compiling_took
 
 if TYPE_CHECKING:  # the modules import transformers, which recall-report does not need
     from sparsekv.runtime.cache.index_cache import LayerStats

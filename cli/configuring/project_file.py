@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 from sparsekv.cli.common.commands import moved
-from sparsekv.cli.common.options import check_value
+from sparsekv.cli.common.options import refuse_unusable_value
 from sparsekv.formats.documents.document import decode_text
 from sparsekv.formats.errors import UsageError, reason_of, suggestion
 
@@ -180,7 +180,7 @@ def _typed(option: Any, kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         refuse_type(f"{where}: {long_name(option)}", value, _TAKES.get(kind, _TAKES[str]))
     try:
-        check_value(f"--{long_name(option)}", value)
+        refuse_unusable_value(f"--{long_name(option)}", value)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     return value if kind in (bool, int, float) else str(value)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sparsekv.cli.common.options import ANY_METHOD, METHODS_OF, GroupedCommand, check_values, refuse_repeated
+from sparsekv.cli.common.options import ANY_METHOD, METHODS_OF, GroupedCommand, refuse_repeated, refuse_unusable
 from sparsekv.cli.configuring.project_file import (
     SHARED,
     ProjectFile,
@@ -119,7 +119,7 @@ class Command(GroupedCommand):
         if "model" in ctx.params and source_of(ctx, "model") == "DEFAULT_MAP":
             _refuse_unnamed_model(ctx.params["model"], self._origins(ctx)["model"])
         with self._naming_sources(ctx):
-            check_values(self, ctx)
+            refuse_unusable(self, ctx)
             return super().invoke(ctx)
 
     def _origins(self, ctx: Any) -> dict[str, str]:

@@ -1,13 +1,9 @@
 """Decode steps on a CPU over clusters or product codes: plain-torch references, and the wrappers of numba kernels."""
 
 import ctypes
-import importlib
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, update_wrapper
-from types import ModuleType
+from functools import cached_property, update_wrapper
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -17,6 +13,8 @@ from sparsekv.kernels.attention.attention import attend_once
 from sparsekv.kernels.clusters.cluster_choice import CountedClusters, best_clusters
 from sparsekv.kernels.codes.code_ranks import CENTROIDS
 from sparsekv.kernels.common.kernel_inputs import ScoredCentroids
+from sparsekv.kernels.common.on_cpu import compiled_kernels as compiled_kernels
+from sparsekv.kernels.common.on_cpu import threads_of_torch as threads_of_torch
 from sparsekv.kernels.common.row_operations import expand_full_runs
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, exact_logsumexp
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
@@ -24,46 +22,6 @@ from sparsekv.kernels.scores.logits import attention_logits, softcapped
 Pair = tuple[torch.Tensor, torch.Tensor]
 LARGEST_EXPONENT = 60.0  # upper bound of a logit minus its log-sum-exp: sums of exponentials stay within float32
 SPARE = 256  # exact rows for which scratch memory is allocated in advance
-_took: list[float] = []
-
-
-@lru_cache
-def threads_of_torch() -> Any:
-    """Return `GOMP_parallel`, the GNU OpenMP function that runs a function on all of torch's threads.
-
-    Return None where the process does not use GNU OpenMP.
-    """
-    call = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    if call is not None:
-        call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-    return call
-
-
-@lru_cache
-def compiled_kernels(name: str, folder: str = "attention") -> ModuleType | None:
-    """Import the numba module `sparsekv.kernels.FOLDER.NAME`; return None without numba or without GNU OpenMP.
-
-    None is also returned if numba's compiler is switched off. The first import on a machine compiles the module, which
-    takes seconds. Later processes read the machine code from numba's cache folder, if that folder is writable.
-    """
-    if threads_of_torch() is None:
-        return None
-    module, started = f"sparsekv.kernels.{folder}.{name}", time.perf_counter()
-    importing = module in sys.modules  # another thread imports the module, and counts the time
-    try:
-        found = importlib.import_module(module)
-    except ImportError:
-        return None
-    if not found.STEP.cache_hits and not importing:
-        _took.append(time.perf_counter() - started)
-    return found
-
-
-def compiling_took() -> float:
-    """Return the seconds spent on compiling kernels since the last call of this function; 0 if none was compiled."""
-    seconds = sum(_took)
-    _took.clear()
-    return seconds
 
 
 class CompiledStep:
@@ -342,7 +300,9 @@ def attend_by_codes(
         [H, G, D] in the query's dtype.
     """
     how = codes.softmax_scale, codes.softcap
-    chosen = _best_by_codes(query, codes, exact_logsumexp(query, ExactKeys(exact[0], sinks=sink_logits), *how), budget)
+    chosen = _choose_in_torch(
+        query, codes, exact_logsumexp(query, ExactKeys(exact[0], sinks=sink_logits), *how), budget
+    )
     of_each = codes.labels.gather(1, chosen).long()
     taken = torch.zeros_like(codes.counts).scatter_add_(1, of_each, torch.ones_like(of_each, dtype=torch.int32))
     log_share_left = (1 - taken / codes.counts.clamp(min=1)).log()
@@ -372,7 +332,7 @@ def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor,
     """
     compiled = codes.compiled if in_reach(query) else None
     if compiled is None:
-        return _best_by_codes(query, codes, beside, budget)
+        return _choose_in_torch(query, codes, beside, budget)
     query, beside, (H, M) = query.contiguous(), beside.float().contiguous(), codes.labels.shape
     job = compiled.prepare(query, budget)
     job.exact_keys, job.sinks = query.data_ptr(), beside.data_ptr()
@@ -381,7 +341,7 @@ def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor,
     return scratch.view(torch.int32)[H * M : 2 * H * M].view(H, M)[:, :budget].long()
 
 
-def _best_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor:
+def _choose_in_torch(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor:
     """Choose rows like `choose_by_codes`, in plain torch."""
     how = codes.softmax_scale, codes.softcap
     turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))

@@ -127,7 +127,7 @@ def scratch_size(job: Any, threads: int) -> int:
 
 
 @njit
-def lowest_rank(bins, budget):
+def lowest_of_last_bin(bins, budget):
     """Return the lowest rank of the bin that holds the `budget`-th best key, from counts [threads, BINS].
 
     A rank is the bits of a score, read as int32. Scores are not negative, and so ranks sort like scores.
@@ -441,7 +441,7 @@ def _choose(job, memory, thread, threads):
     bins, labels = ints(memory.bins, (threads, H, BINS)), ints(job.labels, (H, M))
     for h in range(thread, H, threads):
         if budget < M:
-            lowest = lowest_rank(bins[:, h], budget)
+            lowest = lowest_of_last_bin(bins[:, h], budget)
             number = list_ranks(ranks[h], lowest, found[h])
             keep_best(ranks[h], number, last_rank(ranks[h], number, lowest, budget), budget, found[h])
         else:

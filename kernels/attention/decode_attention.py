@@ -75,8 +75,8 @@ def lengths_of(ends: torch.Tensor) -> torch.Tensor:
     return ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1]))
 
 
-@on_gpu("sparsekv.kernels.attention.shared_decode_triton:exact_logsumexp_triton")
-def exact_logsumexp(
+@on_gpu("sparsekv.kernels.attention.shared_decode_triton:shared_logsumexp_triton")
+def shared_logsumexp(
     query: torch.Tensor,
     keys: torch.Tensor,
     own: OwnRows,

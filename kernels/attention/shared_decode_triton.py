@@ -77,8 +77,8 @@ def _logsumexp_kernel(
     tl.store(totals + (head * G + g) * tl.num_programs(0) + token, result, mask=g < G)
 
 
-def exact_logsumexp_triton(query, keys, own, softmax_scale, softcap=None, sink_logits=None):
-    """Run `exact_logsumexp` on a GPU; allocates only the result."""
+def shared_logsumexp_triton(query, keys, own, softmax_scale, softcap=None, sink_logits=None):
+    """Run `shared_logsumexp` on a GPU; allocates only the result."""
     (H, G, B, D), device = query.shape, query.device
     query, totals = unit_stride(query), torch.empty(H, G, B, device=device)
     _logsumexp_kernel[(B, H)](

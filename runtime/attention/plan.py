@@ -241,7 +241,7 @@ class Metered(Policy):
         return Attempt(missed, torch.full_like(missed, 2.0 * self.middle.used), (output.transpose(1, 2),))
 
 
-class PiecewisePrefill(Policy):
+class PiecewiseQuestion(Policy):
     """Attends for a question's tokens in pieces, each with one selection for all its tokens.
 
     A piece's budget is the budget of one token times the number of the piece's tokens, at most all tokens
@@ -264,7 +264,7 @@ class PiecewisePrefill(Policy):
         return torch.cat(parts, 2)
 
 
-class ObservedPrefill(Policy):
+class ObservedQuestion(Policy):
     """Base class of policies that attend for a question's tokens without the selector of the answer's tokens.
 
     The answer's selector still receives the queries of a question's tokens if it has `ConversationState.observe`.
@@ -286,7 +286,7 @@ class ObservedPrefill(Policy):
         """Return the attention output [Hk, G, Q, D]."""
 
 
-class DensePrefill(ObservedPrefill):
+class DenseQuestion(ObservedQuestion):
     """Lets a question's tokens attend to all rows."""
 
     def attend_observed(self, step: Step) -> torch.Tensor:
@@ -318,7 +318,7 @@ class QuestionSearch:
         return replace(chosen, rows=RowSet(rows, lengths, chosen.rows.capacity, log_weights=chosen.rows.log_weights))
 
 
-class ChunkedPrefill(ObservedPrefill):
+class ChunkedQuestion(ObservedQuestion):
     """Attends for a question's tokens chunk by chunk, with a separate search for each chunk.
 
     Args:
@@ -475,7 +475,7 @@ class LayerPlan:
     @property
     def prefills_densely(self) -> bool:
         """Whether a question's tokens attend to all rows."""
-        return isinstance(self.prefill, DensePrefill)
+        return isinstance(self.prefill, DenseQuestion)
 
     @property
     def shareable(self) -> bool:
@@ -545,9 +545,9 @@ def _prefill(layer: LayerParts, config: DecodeConfig, asking: GatherExecutor, wi
         within: policy that selects by the layer's own selector and attends.
     """
     if isinstance(config.question, Dense):
-        return DensePrefill(asking, layer.middle, within.read)
+        return DenseQuestion(asking, layer.middle, within.read)
     if layer.question is not None:
-        return ChunkedPrefill(layer.question, asking, layer.middle, within.read)
+        return ChunkedQuestion(layer.question, asking, layer.middle, within.read)
     if layer.selector.question_piece is not None:
-        return PiecewisePrefill(within, layer.selector.question_piece)
+        return PiecewiseQuestion(within, layer.selector.question_piece)
     return within

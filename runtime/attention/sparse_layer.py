@@ -9,7 +9,7 @@ import torch
 
 from sparsekv.formats.index.schema import Split
 from sparsekv.kernels.attention.attention import OwnRows, Segment, causal_mask, shared_attention
-from sparsekv.kernels.attention.decode_attention import exact_logsumexp, shared_decode
+from sparsekv.kernels.attention.decode_attention import shared_decode, shared_logsumexp
 from sparsekv.kernels.common.hook import AttentionCall, LogitScaling
 from sparsekv.kernels.common.kernel_inputs import Centroids
 from sparsekv.runtime.attention.executors import Step, everything, in_place_runs, step_of
@@ -244,7 +244,7 @@ class PackedSparse(PackedLayer):
         return shared_decode(call.grouped, runs, exact, (), own, *call.scaling).flatten(0, 1)
 
     def _queries(self, grouped: torch.Tensor, own: OwnRows, how: LogitScaling) -> Queries:
-        beside = partial(exact_logsumexp, grouped, self.exact[0], own, *how)
+        beside = partial(shared_logsumexp, grouped, self.exact[0], own, *how)
         return Queries(grouped, lambda: self.tokens + own.used - 1, beside, joint=False)
 
     def _select_for_each(self, queries: Queries, step: PackedStep) -> Selection:

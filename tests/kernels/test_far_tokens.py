@@ -9,7 +9,7 @@ from support.kernel_runs import DEVICE, compiled_or_interpreted
 from support.random_tensors import normal
 
 from sparsekv.kernels.attention.attention import of_last
-from sparsekv.kernels.attention.shared_decode_triton import exact_logsumexp_triton, shared_decode_triton
+from sparsekv.kernels.attention.shared_decode_triton import shared_decode_triton, shared_logsumexp_triton
 from sparsekv.kernels.clusters.shared_choice_triton import choose_together_triton
 from sparsekv.kernels.common.kernel_inputs import RunRows
 from sparsekv.kernels.common.run_rows_triton import store_in_slots_triton
@@ -34,7 +34,7 @@ def test_attention_of_far_queries(far: torch.Tensor) -> None:
     runs = RunRows(shared, shared, torch.arange(4, dtype=torch.int32, device=DEVICE)[None], None, 4)
     one, other = (shared_decode_triton(query, runs, (shared, shared), [], own, SCALE) for query in (far, far.clone()))
     assert torch.equal(one, other)
-    one, other = (exact_logsumexp_triton(query, shared, own, SCALE) for query in (far, far.clone()))
+    one, other = (shared_logsumexp_triton(query, shared, own, SCALE) for query in (far, far.clone()))
     assert torch.equal(one, other)
 
 

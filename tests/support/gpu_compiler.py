@@ -108,7 +108,7 @@ def launch(D: int, dtype: torch.dtype, *, in_8_bits: bool, more: bool) -> None:
     own, together = OwnRows(kept, kept, numbers, numbers, numbers), torch.zeros(H, G, B, D, dtype=dtype)
     centroids = [Centroids(exact, exact, torch.zeros(H, 70))] if more else []
     shared_decode_triton.shared_decode_triton(together, runs, (exact, exact), centroids, own, 0.1, cap, sinks)
-    shared_decode_triton.exact_logsumexp_triton(together, exact, own, 0.1, cap, sinks)
+    shared_decode_triton.shared_logsumexp_triton(together, exact, own, 0.1, cap, sinks)
     run_rows_triton.store_in_slots_triton((kept, kept), (exact[:, :B], exact[:, :B]), numbers, numbers)
 
 

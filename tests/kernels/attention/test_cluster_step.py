@@ -13,8 +13,8 @@ from support.reference import assert_close
 from support.spawned import run_together
 from support.without_numba import check_step
 
-from sparsekv.kernels.attention.cluster_step import compiled_kernels
 from sparsekv.kernels.clusters.cluster_choice import logs_and_shares
+from sparsekv.kernels.common.on_cpu import compiled_kernels
 
 every_form = pytest.mark.parametrize("form", FORMS)
 

@@ -23,7 +23,7 @@ def test_the_best_are_kept_in_order(scores: list[float], budget: int, threads: i
     for thread in range(threads):
         ends = len(ranks) * thread // threads, len(ranks) * (thread + 1) // threads
         code_step_numba.count_ranks.py_func(ranks, *ends, bins[thread])
-    lowest, listed = code_step_numba.lowest_rank.py_func(bins, wanted), ranks.copy()
+    lowest, listed = code_step_numba.lowest_of_last_bin.py_func(bins, wanted), ranks.copy()
     number = code_step_numba.list_ranks.py_func(listed, lowest, found)
     last = code_step_numba.last_rank.py_func(listed, number, lowest, wanted)
     code_step_numba.keep_best.py_func(listed, number, last, wanted, found)

@@ -13,7 +13,7 @@ from support.reference import assert_close
 from support.small_index import plain_logits_after, random_ids, stepped_logits
 from support.small_layer import as_queries
 
-from sparsekv.kernels.attention import cluster_step
+from sparsekv.kernels.common import on_cpu
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.attention.config import DecodeConfig, Dense, Own, QuestionPrefill
 from sparsekv.runtime.attention.guard import Guard
@@ -48,12 +48,12 @@ METHODS: dict[str, Method] = {
 @pytest.fixture(params=["numba", "torch"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU's steps by compiled kernels, and by torch alone as where numba is not installed."""
-    cluster_step.compiled_kernels.cache_clear()
+    on_cpu.compiled_kernels.cache_clear()
     if request.param == "torch":
         for name in ("code_step_numba", "cluster_step_numba"):
             monkeypatch.setitem(sys.modules, f"sparsekv.kernels.attention.{name}", None)
     yield
-    cluster_step.compiled_kernels.cache_clear()
+    on_cpu.compiled_kernels.cache_clear()
 
 
 def _cache(index: OpenIndex, name: str, budget: Budget = FEW, **options: object) -> IndexCache:

@@ -7,8 +7,8 @@ from support.pairs import every_pair
 from support.random_tensors import normal
 
 from sparsekv.kernels.attention.attention import OwnRows
-from sparsekv.kernels.attention.decode_attention import exact_logsumexp
-from sparsekv.kernels.attention.shared_decode_triton import exact_logsumexp_triton
+from sparsekv.kernels.attention.decode_attention import shared_logsumexp
+from sparsekv.kernels.attention.shared_decode_triton import shared_logsumexp_triton
 
 pytestmark = compiled_or_interpreted
 TOLERANCE = 1e-5  # absolute: what is added to a logarithm multiplies what it is of
@@ -56,8 +56,8 @@ def test_totals_by_their_definition(
     given = query, rows(4, Hk, E), own, D**-0.5, softcap, sinks
     truth = by_definition(*given)
     with poisoned_memory():
-        found = exact_logsumexp_triton(*given)
-    for total in (found, exact_logsumexp.reference(*given)):
+        found = shared_logsumexp_triton(*given)
+    for total in (found, shared_logsumexp.reference(*given)):
         assert (total.dtype, total.shape) == (torch.float32, (Hk, G, B))
         assert (total.cpu().double() - truth).abs().max() <= TOLERANCE * max(1.0, float(truth.abs().max()))
 
@@ -69,8 +69,8 @@ def test_a_token_that_sees_nothing_has_no_weight() -> None:
     own = OwnRows(rows, rows, nothing, nothing, nothing)
     given = normal(1, 1, 2, 1, 64).to(DEVICE), rows[0, :, :0], own, 0.1
     with poisoned_memory():
-        assert exact_logsumexp_triton(*given).isneginf().all()
-    assert exact_logsumexp.reference(*given).isneginf().all()
+        assert shared_logsumexp_triton(*given).isneginf().all()
+    assert shared_logsumexp.reference(*given).isneginf().all()
 
 
 def test_a_tile_of_infinite_logits_takes_nothing_from_the_others() -> None:
@@ -78,5 +78,5 @@ def test_a_tile_of_infinite_logits_takes_nothing_from_the_others() -> None:
     rows, zero = torch.zeros(1, 1, 2, 64, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     own = OwnRows(rows, rows, zero, zero, zero + 2)
     with poisoned_memory():
-        found = exact_logsumexp_triton(query, key, own, 0.1)
+        found = shared_logsumexp_triton(query, key, own, 0.1)
     assert found.item() == pytest.approx(0.693147, abs=1e-5)
