@@ -6,7 +6,7 @@ the tail measure them.
 
 - as stored: nothing is taken off.
 - cluster: the mean key of the token's cluster. Its product with a query is known from the step's clusters.
-- rotated mean: the mean of the keys before RoPE, turned to each token's position.
+- rotated mean: the mean of the keys before RoPE, rotated to each token's position.
 - twice the bytes: nothing is taken off, and each key has twice as many bytes of codes.
 
 Prints a Markdown table with two means over layers: recall of the oracle's tokens, and their share of its attention.
@@ -37,7 +37,7 @@ Form = tuple[str, torch.Tensor, int]
 """A form's name, what is taken off the keys [Hk, M, D], and the bytes of a key's code."""
 
 
-def turned(rows: torch.Tensor, first: int, rope: RopeFacts, sign: int) -> torch.Tensor:
+def rotated(rows: torch.Tensor, first: int, rope: RopeFacts, sign: int) -> torch.Tensor:
     """Rotate rows [Hk, M, D] at positions from `first` on; with sign -1 take the rotation back."""
     pairs = len(rope.frequencies)
     positions = torch.arange(first, first + rows.shape[1], dtype=torch.float64)
@@ -66,8 +66,8 @@ def forms(keys: torch.Tensor, labels: torch.Tensor, first: int, facts: LayerFact
     yield "as stored", nothing, size
     yield "cluster", cluster_means(keys, labels), size
     if facts.rope is not None and facts.rope.frequencies:
-        mean = turned(keys, first, facts.rope, -1).mean(1, keepdim=True)
-        yield "rotated mean", turned(mean.expand_as(keys).contiguous(), first, facts.rope, 1), size
+        mean = rotated(keys, first, facts.rope, -1).mean(1, keepdim=True)
+        yield "rotated mean", rotated(mean.expand_as(keys).contiguous(), first, facts.rope, 1), size
     yield "twice the bytes", nothing, 2 * size
 
 

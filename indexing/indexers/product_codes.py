@@ -113,9 +113,9 @@ def query_turn(keys: torch.Tensor, queries: torch.Tensor, parts: int, weights: t
         weights: [Hk, M], above 0, weights of the keys' quantisation errors.
     """
     (root, inverse), shares = _roots(queries.float()), weights / weights.sum(1, keepdim=True)
-    turned = keys.float() @ root
-    turned -= shares[:, None] @ turned
-    variances, directions = torch.linalg.eigh(turned.transpose(1, 2) @ (shares[..., None] * turned))
+    transformed = keys.float() @ root
+    transformed -= shares[:, None] @ transformed
+    variances, directions = torch.linalg.eigh(transformed.transpose(1, 2) @ (shares[..., None] * transformed))
     # The sign of an eigenvector may depend on rounding. The largest component of each eigenvector is made positive, so
     # that codes are the same on every machine.
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))

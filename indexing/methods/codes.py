@@ -116,9 +116,9 @@ class CodesIndexer(MultipoleIndexer):
         weights = matter + FLOOR * matter.mean(1, keepdim=True)
         parts = self._parts(layer.keys.shape[2])
         turn = query_turn(layer.keys, _grouped(layer).flatten(1, 2), parts, weights)
-        turned = layer.keys.float() @ key_turn(turn)
-        codebooks = train_codebooks(turned, parts, self.iterations, self.seed, weights)
-        coded = {"query_turn": turn, "codebooks": codebooks, "codes": encode(turned, codebooks)}
+        rotated = layer.keys.float() @ key_turn(turn)
+        codebooks = train_codebooks(rotated, parts, self.iterations, self.seed, weights)
+        coded = {"query_turn": turn, "codebooks": codebooks, "codes": encode(rotated, codebooks)}
         return coded | _rest(layer, clusters, coded)
 
 

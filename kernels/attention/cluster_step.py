@@ -146,8 +146,8 @@ class StepClusters:
 class StepCodes:
     """Product codes [H, M, m] uint8 of the M keys of each of H heads, with their codebooks, and C clusters of the keys.
 
-    `turn` [H, D, D] is the matrix by which queries are multiplied; the products are called turned queries. The channels
-    of a turned query are split into m parts. `books` [H, m, 256 or fewer, D / m] are the codebooks, the centroids of
+    `turn` [H, D, D] is the rotation: the matrix by which queries are multiplied. The products are the rotated queries,
+    whose channels are split into m parts. `books` [H, m, 256 or fewer, D / m] are the codebooks, the centroids of
     each part. A key's code in a part is the index of a centroid.
 
     Every key belongs to one cluster, and `labels` [H, M] int32 holds the cluster's index. `centroids` [H, C, D] and
@@ -317,7 +317,7 @@ def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor,
     `attend_by_codes` chooses the same rows, and then attends to them. Here the compiled kernel stops after the choice,
     which is all that `CodesSelector.select` needs. A row's score is its attention probability, estimated from its code
     and averaged over the G query heads: the mean of exp(logit - total). The logit is the sum, over the parts of the
-    code, of the turned query's product with the centroid that the part selects. The logit is scaled and soft-capped.
+    code, of the rotated query's product with the centroid that the part selects. The logit is scaled and soft-capped.
     The total is the log-sum-exp of `beside` and of the clusters' logits plus `StepCodes.masses`. Scores are subject to
     rounding: of two rows whose scores differ by less than one part in 10,000, the wrong one may be chosen.
 
@@ -344,8 +344,8 @@ def choose_by_codes(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor,
 def _choose_in_torch(query: torch.Tensor, codes: StepCodes, beside: torch.Tensor, budget: int) -> torch.Tensor:
     """Choose rows like `choose_by_codes`, in plain torch."""
     how = codes.softmax_scale, codes.softcap
-    turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
-    products = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float())
+    rotated = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
+    products = torch.einsum("hgpd,hpcd->hgpc", rotated, codes.books.float())
     names = codes.codes.transpose(1, 2)[:, None].long().expand(-1, query.shape[1], -1, -1)
     logits = softcapped(products.gather(-1, names).sum(2) * codes.softmax_scale, codes.softcap)
     weighed = attention_logits(query[:, :, None], codes.centroids, *how)[:, :, 0] + codes.masses[:, None]

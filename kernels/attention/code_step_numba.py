@@ -110,13 +110,13 @@ def weights_of(job, memory):
 def lanes_of(job, memory, thread):
     """Compute the addresses of a thread's three arrays of vectors; a vector holds a float32 for each of 4 query heads.
 
-    The arrays are the query [fours, D], one part of the turned query [fours, size], and the logits [BLOCK] of a
+    The arrays are the query [fours, D], one part of the rotated query [fours, size], and the logits [BLOCK] of a
     block's keys. `fours` is the number of vectors that hold all query heads. A buffer of one float32 for each key
     follows the logits.
     """
     query = memory.lanes + NUMBER * LANES * thread * (job.fours * (job.D + job.size) + SCANNED)
-    turned = query + NUMBER * LANES * job.fours * job.D
-    return query, turned, turned + NUMBER * LANES * job.fours * job.size
+    rotated = query + NUMBER * LANES * job.fours * job.D
+    return query, rotated, rotated + NUMBER * LANES * job.fours * job.size
 
 
 def scratch_size(job: Any, threads: int) -> int:
@@ -201,13 +201,13 @@ def spread_query(job, query, lanes):
 
 
 @njit(**SUMS)
-def write_table(job, turn, book, part, table, lanes, turned):
-    """Write one part's table: the products [fours, CODES, LANES] of the turned query with the part's centroids.
+def write_table(job, turn, book, part, table, lanes, rotated):
+    """Write one part's table: the products [fours, CODES, LANES] of the rotated query with the part's centroids.
 
-    `fours` is the number of vectors of LANES query heads. `book` holds the centroids [CODES, size]. The turned query is
-    the query times the matrix `turn` [D, D]. `table` is the address of the tables [fours, parts, CODES, LANES] of all
-    parts, and `lanes` that of the query [fours, D, LANES]. `turned` is the address of a buffer for one part of the
-    turned query.
+    `fours` is the number of vectors of LANES query heads. `book` holds the centroids [CODES, size]. The rotated query
+    is the query times the matrix `turn` [D, D]. `table` is the address of the tables [fours, parts, CODES, LANES] of
+    all parts, and `lanes` that of the query [fours, D, LANES]. `rotated` is the address of a buffer for one part of the
+    rotated query.
     """
     D, size = job.D, job.size
     for four in range(job.fours):
@@ -215,12 +215,12 @@ def write_table(job, turn, book, part, table, lanes, turned):
             total = no_lanes()
             for d in range(D):
                 total = plus_times(total, turn[d, part * size + e], load_lanes(lanes + ROW * (four * D + d)))
-            store_lanes(turned + ROW * e, total)
+            store_lanes(rotated + ROW * e, total)
         rows = table + ROW * CODES * (four * job.parts + part)
         for code in range(CODES):
             total = no_lanes()
             for e in range(size):
-                total = plus_times(total, book[code, e], load_lanes(turned + ROW * e))
+                total = plus_times(total, book[code, e], load_lanes(rotated + ROW * e))
             store_lanes(rows + ROW * code, total)
 
 
@@ -411,10 +411,10 @@ def _share_logits(job, memory, h, logits):
 def _write_tables(job, memory, h, thread, table):
     H, D, parts = job.H, job.D, job.parts
     turn, books = floats(job.turn, (H, D, D))[h], floats(job.books, (H, parts, CODES, job.size))[h]
-    spread, turned, _ = lanes_of(job, memory, thread)
+    spread, rotated, _ = lanes_of(job, memory, thread)
     spread_query(job, floats(job.query, (H, job.G, D))[h], spread)
     for part in range(parts):
-        write_table(job, turn, books[part], part, table, spread, turned)
+        write_table(job, turn, books[part], part, table, spread, rotated)
 
 
 @njit(inline="always")

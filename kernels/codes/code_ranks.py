@@ -44,8 +44,8 @@ HEADROOM = 6
 class ProductCodes(ABC):
     """Product codes of `keys` keys of each of H heads.
 
-    `turn` [H, D, D] is the matrix by which queries are multiplied; the products are called turned queries. The channels
-    of a turned query are split into m parts. `books` [H, m, 256, D / m] are the centroids of each part. Both tensors
+    `turn` [H, D, D] is the rotation: the matrix by which queries are multiplied. The products are the rotated queries,
+    whose channels are split into m parts. `books` [H, m, 256, D / m] are the centroids of each part. Both tensors
     are contiguous. `words` [H, m / 4, keys or more] int32 holds the codes. Byte b of a key's word p is the key's code
     in part 4 p + b: the index of a centroid. Each subclass defines the order of the keys in `words`.
     """
@@ -202,8 +202,8 @@ def rank_jointly(
     Returns:
         Ranks, with `totals` as their log-sum-exps. Allocates one byte per key.
     """
-    turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
-    products = torch.einsum("hrpd,hpcd->hrpc", turned, codes.books.float())
+    rotated = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
+    products = torch.einsum("hrpd,hpcd->hrpc", rotated, codes.books.float())
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
     logits = softcapped(products.gather(-1, names).sum(2) * softmax_scale, softcap)
     return ranks_of(logits, totals, max(1, wanted >> HEADROOM))
@@ -336,8 +336,8 @@ def code_logits(
 
     The products with centroids are rounded to bytes, in the steps that `octaves_of_steps` returns.
     """
-    turned = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
-    octaves = torch.einsum("hgpd,hpcd->hgpc", turned, codes.books.float()) * (softmax_scale * math.log2(math.e))
+    rotated = (query.float() @ codes.turn.float()).unflatten(-1, (codes.books.shape[1], -1))
+    octaves = torch.einsum("hgpd,hpcd->hgpc", rotated, codes.books.float()) * (softmax_scale * math.log2(math.e))
     best, steps = octaves.amax(-1, keepdim=True), octaves_of_steps(query, codes, softmax_scale)[..., None]
     below = ((best - octaves) / steps[..., None]).round().clamp(0, LEVELS)
     names = codes.unpacked().transpose(1, 2)[:, None].expand(-1, query.shape[1], -1, -1)
@@ -348,13 +348,13 @@ def code_logits(
 def octaves_of_steps(query: torch.Tensor, codes: LaidOutCodes, softmax_scale: float) -> torch.Tensor:
     """Compute the step [H, G] of each query [H, G, D], in octaves; products with centroids are rounded to such steps.
 
-    The distance of two products of a part is at most the sum, over the part's channels, of the turned query's
+    The distance of two products of a part is at most the sum, over the part's channels, of the rotated query's
     magnitude times the span of the centroids. The largest bound of a query's parts, but at least LEAST_OCTAVES, is
     divided into LEVELS steps. For this bound, the query and the matrix `turn` are truncated to bfloat16, because a GPU
     then multiplies them several times as fast. The factor STEP_ROOM makes up for the truncation.
     """
-    turned = (_truncated(query) @ _truncated(codes.turn)).unflatten(-1, (codes.books.shape[1], -1))
-    reach = (turned.abs() * codes.spans[:, None]).sum(-1).amax(-1) * (STEP_ROOM * softmax_scale * math.log2(math.e))
+    rotated = (_truncated(query) @ _truncated(codes.turn)).unflatten(-1, (codes.books.shape[1], -1))
+    reach = (rotated.abs() * codes.spans[:, None]).sum(-1).amax(-1) * (STEP_ROOM * softmax_scale * math.log2(math.e))
     steps: torch.Tensor = reach.clamp(min=LEAST_OCTAVES) / LEVELS
     return steps
 

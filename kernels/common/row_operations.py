@@ -69,8 +69,8 @@ def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tenso
     angles = positions[..., None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     first, second, rest = split_pairs(rows.float(), len(frequencies), interleaved)
-    turned = first * cos - second * sin, second * cos + first * sin
-    pairs = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    pairs = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat([pairs, rest], -1)
 
 
@@ -79,10 +79,10 @@ def split_pairs(rows: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torc
 
     `interleaved` is as in `rotate`.
     """
-    turned, rest = rows[..., : 2 * pairs], rows[..., 2 * pairs :]
+    rotated, rest = rows[..., : 2 * pairs], rows[..., 2 * pairs :]
     if interleaved:
-        return turned[..., 0::2], turned[..., 1::2], rest
-    return turned[..., :pairs], turned[..., pairs:], rest
+        return rotated[..., 0::2], rotated[..., 1::2], rest
+    return rotated[..., :pairs], rotated[..., pairs:], rest
 
 
 def fill_budget(lengths: torch.Tensor, budget: int) -> torch.Tensor:

@@ -22,8 +22,8 @@ def rope_pair_order(head_dim: int, pairs: int, *, interleaved: bool) -> torch.Te
     channels = torch.arange(head_dim)
     if interleaved:
         return channels
-    turned = channels[: 2 * pairs].view(2, pairs).T.flatten()
-    return torch.cat([turned, channels[2 * pairs :]])
+    rotated = channels[: 2 * pairs].view(2, pairs).T.flatten()
+    return torch.cat([rotated, channels[2 * pairs :]])
 
 
 def split_channels(rows: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:

@@ -106,8 +106,8 @@ class CodeEstimates:
 
     def _tables(self, query: torch.Tensor) -> torch.Tensor:
         """Compute look-up tables: products [Hk, G, Q, m, C] of each part of the rotated queries with C centroids."""
-        turned = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
-        parts = turned.unflatten(-1, (self.codebooks.shape[1], -1))
+        rotated = torch.einsum("hgqd,hde->hgqe", query.float(), self.turn)
+        parts = rotated.unflatten(-1, (self.codebooks.shape[1], -1))
         return torch.einsum("hgqpd,hpcd->hgqpc", parts, self.codebooks)
 
     def _capped(self, products: torch.Tensor) -> torch.Tensor:

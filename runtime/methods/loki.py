@@ -64,8 +64,8 @@ class LokiSelector(Selector):
 
     def estimates(self, query: torch.Tensor) -> torch.Tensor:
         """Estimate the logits [Hk, G, Q, M] float32 of queries [Hk, G, Q, D]."""
-        turned = query.float() @ self.basis[:, None]
-        logits = attention_logits(turned, self.reduced, self.facts.softmax_scale)
+        projected = query.float() @ self.basis[:, None]
+        logits = attention_logits(projected, self.reduced, self.facts.softmax_scale)
         logits = logits + attention_logits(query.float(), self.mean, self.facts.softmax_scale)
         return softcapped(logits, self.facts.softcap)
 

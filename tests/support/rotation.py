@@ -14,7 +14,7 @@ ROPES = {
 """RoPEs for heads of 6 channels or more, which rotate up to 6 channels, 4 channels, or none."""
 
 
-def turned(rows: torch.Tensor, positions: torch.Tensor, rope: RopeFacts) -> torch.Tensor:
+def rotated(rows: torch.Tensor, positions: torch.Tensor, rope: RopeFacts) -> torch.Tensor:
     """Rotate rows [..., T, D] to positions [..., T], each pair of channels as a complex number; return float64."""
     result, pairs = rows.double().clone(), len(rope.frequencies)
     for number, frequency in enumerate(rope.frequencies):
@@ -25,11 +25,11 @@ def turned(rows: torch.Tensor, positions: torch.Tensor, rope: RopeFacts) -> torc
     return result
 
 
-def turned_kinds(seed: int, labels: torch.Tensor, D: int, first: int, rope: RopeFacts) -> torch.Tensor:
+def rotated_kinds(seed: int, labels: torch.Tensor, D: int, first: int, rope: RopeFacts) -> torch.Tensor:
     """Return [Hk, M, D] float32: the random key of each label [Hk, M], rotated to positions from `first` on."""
     kinds = normal(seed, len(labels), int(labels.max()) + 1, D)
     keys = kinds.gather(1, labels[..., None].expand(-1, -1, D))
-    return turned(keys, first + torch.arange(labels.shape[1]), rope).float()
+    return rotated(keys, first + torch.arange(labels.shape[1]), rope).float()
 
 
 def windowed_query(
@@ -43,4 +43,4 @@ def windowed_query(
     if rope is None:
         return query.double(), "centroids"
     positions = first + torch.arange(query.shape[2])
-    return turned(query, distance - positions, rope), "lookup_centroids"
+    return rotated(query, distance - positions, rope), "lookup_centroids"

@@ -228,8 +228,8 @@ class WindowedRope:
 
     def query(self, queries: Queries) -> torch.Tensor:
         """Rotate the queries [Hk, G, Q, D] from the positions of their tokens to position `distance`."""
-        turned = rotate(queries.query, self.distance - queries.positions(), self.frequencies, self.interleaved)
-        return turned.to(queries.query.dtype)
+        rotated = rotate(queries.query, self.distance - queries.positions(), self.frequencies, self.interleaved)
+        return rotated.to(queries.query.dtype)
 
     def undo(self, keys: torch.Tensor, first: int) -> torch.Tensor:
         """Rotate the keys [Hk, T, D] of indexed tokens, from index `first` on, back to position 0; return float32."""

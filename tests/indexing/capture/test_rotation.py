@@ -1,4 +1,4 @@
-"""How layers turn their keys, measured: it explains what a prefill stored, for every kind of rotary embedding."""
+"""How layers rotate their keys, measured: it explains what a prefill stored, for every kind of rotary embedding."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.reference import assert_close, relative_error
-from support.rotation import turned
+from support.rotation import rotated
 from support.small_index import small_plan, with_changes
 from support.small_layer import small_layer
 from support.tiny_models import FAMILIES, build_tiny
@@ -95,7 +95,7 @@ def test_prefilled_keys_are_those_of_the_first_position_turned_as_measured(name:
         assert len(rope.frequencies) == (PAIRS.get(name, 8) if turns else 0)
     for keys, rope in zip(layers, ropes.values(), strict=False):
         assert rope is not None
-        assert_close(keys, turned(keys[:, :1].expand_as(keys), torch.arange(TOKENS), rope), 1e-4)
+        assert_close(keys, rotated(keys[:, :1].expand_as(keys), torch.arange(TOKENS), rope), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "yarn", "glm", "gpt-oss"])
@@ -104,7 +104,7 @@ def test_rounding_of_half_precision_hides_no_rotation(name: str, dtype: torch.dt
     model = MODELS[name]().to(dtype)
     for keys, rope in zip(_prefilled(model), measure_rotations(model, _ids(TOKENS)).values(), strict=False):
         assert rope is not None
-        assert_close(keys, turned(keys[:, :1].expand_as(keys), torch.arange(TOKENS), rope), DTYPES[dtype])
+        assert_close(keys, rotated(keys[:, :1].expand_as(keys), torch.arange(TOKENS), rope), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -139,7 +139,7 @@ def _of_another_kind(bias: float = 0.0) -> PreTrainedModel:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [0.0, 1000.0])
 def test_another_way_to_turn_is_not_known(dtype: torch.dtype, bias: float) -> None:
-    """Large channels that hardly turn make every distance between whole keys small."""
+    """Large channels that hardly rotate make every distance between whole keys small."""
     assert measure_rotations(_of_another_kind(bias).to(dtype), _ids(TOKENS)) == dict.fromkeys(range(3))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
-from support.rotation import turned
+from support.rotation import rotated
 
 from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
 from sparsekv.indexing.indexers.cluster_indexer import finest_labels, split_blocks
@@ -52,13 +52,13 @@ def _assert_consistent(tensors: Tensors, layer: LayerInput, indexer: MultipoleIn
         assert int(labels[:, start:stop].max()) < clusters[1]
     sources = {"centroids": layer.keys, "value_centroids": layer.values}
     if isinstance(indexer, WindowedMultipoleIndexer):
-        sources["lookup_centroids"] = turned(layer.keys, -SINKS - torch.arange(tokens), ROPE)
+        sources["lookup_centroids"] = rotated(layer.keys, -SINKS - torch.arange(tokens), ROPE)
     assert sources.keys() == {name.partition(".")[2] for name in tensors if name.endswith("centroids")}
     for level in range(len(indexer.levels)):
         clusters = tensors[f"level{level}.counts"].shape[1]
         for name, source in sources.items():
             means, counts = cluster_means(source, labels, clusters)
-            # Angles are float32: of 1,000 radians that leaves 1e-5 of a turned row.
+            # Angles are float32: of 1,000 radians that leaves 1e-5 of a rotated row.
             assert_close(tensors[f"level{level}.{name}"], means, 1e-4 if name == "lookup_centroids" else 1e-5)
             assert torch.equal(tensors[f"level{level}.counts"], counts.int())
         if level + 1 < len(indexer.levels):

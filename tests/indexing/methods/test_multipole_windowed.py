@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.clusters import member_means, token_labels
 from support.random_tensors import clustered, normal
 from support.reference import assert_close
-from support.rotation import ROPES, turned, turned_kinds
+from support.rotation import ROPES, rotated, rotated_kinds
 
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.schema import LayerFacts, RopeFacts, Split
@@ -40,7 +40,7 @@ def test_each_centroid_is_the_mean_of_its_own_kind_of_rows(
 ) -> None:
     layer = _input(clustered(seed, 2, tokens, 8, 12), rope)
     built = WindowedMultipoleIndexer(levels=LEVELS[depth], block=48, iterations=2, space=space).build_layer(layer)
-    undone = turned(layer.keys, -SINKS - torch.arange(tokens), rope)
+    undone = rotated(layer.keys, -SINKS - torch.arange(tokens), rope)
     for level in range(depth):
         labels = token_labels(built, level, SINKS)
         rows = {"centroids": layer.keys, "value_centroids": layer.values, "lookup_centroids": undone}
@@ -53,7 +53,7 @@ def test_each_centroid_is_the_mean_of_its_own_kind_of_rows(
 def test_clusters_are_those_of_keys_that_never_turned(rope: RopeFacts) -> None:
     """The same numbers and counts as for the plain keys, whose centroids are what clusters are looked up by."""
     plain = clustered(1, 2, 150, 8, 12)
-    keys = turned(plain, SINKS + torch.arange(150), rope).float()
+    keys = rotated(plain, SINKS + torch.arange(150), rope).float()
     indexer = MultipoleIndexer(levels=LEVELS[2], block=64)
     windowed = WindowedMultipoleIndexer(levels=LEVELS[2], block=64).build_layer(_input(keys, rope))
     expected = indexer.build_layer(_input(plain, None))
@@ -69,7 +69,7 @@ def test_clusters_are_those_of_keys_that_never_turned(rope: RopeFacts) -> None:
 @every_rope
 def test_a_key_that_comes_again_and_again_is_alike_wherever_it_stands(rope: RopeFacts) -> None:
     labels = torch.arange(120).expand(2, -1) % 4
-    layer = _input(turned_kinds(2, labels, 8, SINKS, rope), rope)
+    layer = _input(rotated_kinds(2, labels, 8, SINKS, rope), rope)
     built = WindowedMultipoleIndexer(levels=(0.2,), block=256).build_layer(layer)
     found = token_labels(built, 0, SINKS)
     for head in range(2):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import normal
 from support.reference import assert_close
-from support.rotation import turned
+from support.rotation import rotated
 
 from sparsekv.formats.index.schema import RopeFacts
 from sparsekv.kernels.common.row_operations import rotate
@@ -30,7 +30,7 @@ def test_pairs_turn_as_complex_numbers_and_other_channels_stay(
     rows, positions = normal(seed, 2, 5, size), first + torch.arange(5)
     result = _rotate(rows, positions, rope)
     assert result.dtype == torch.float32
-    assert_close(result, turned(rows, positions, rope), 1e-4)
+    assert_close(result, rotated(rows, positions, rope), 1e-4)
     assert torch.equal(result[..., 2 * len(rope.frequencies) :], rows[..., 2 * len(rope.frequencies) :])
 
 
@@ -55,12 +55,12 @@ def test_products_see_distances_alone(rope: RopeFacts, size: int, seed: int, dis
 def test_half_precision_rows_are_turned_in_float32(dtype: torch.dtype) -> None:
     rope = RopeFacts(frequencies=[0.5, 0.01], interleaved=True)
     rows, positions = normal(0, 2, 6, 8).to(dtype), torch.arange(6)
-    assert_close(_rotate(rows, positions, rope), turned(rows, positions, rope), 1e-6)
+    assert_close(_rotate(rows, positions, rope), rotated(rows, positions, rope), 1e-6)
 
 
 def test_positions_are_shared_by_heads_or_each_heads_own() -> None:
     rope = RopeFacts(frequencies=[0.5, 0.01], interleaved=False)
     rows, positions = normal(0, 2, 3, 6, 8), torch.randint(0, 99, (2, 1, 6))
-    assert_close(_rotate(rows, positions, rope), turned(rows, positions, rope), 1e-5)
+    assert_close(_rotate(rows, positions, rope), rotated(rows, positions, rope), 1e-5)
     same = positions[0, 0]
     assert torch.equal(_rotate(rows, same, rope), _rotate(rows, same.expand(2, 3, -1), rope))

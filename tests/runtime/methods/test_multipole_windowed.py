@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.random_tensors import normal
-from support.rotation import ROPES, turned, windowed_query
+from support.rotation import ROPES, rotated, windowed_query
 from support.small_layer import SmallLayer, all_chosen, as_queries, most_children, small_layer
 
 from sparsekv.formats.errors import UsageError
@@ -57,7 +57,7 @@ def test_the_choice_does_not_depend_on_where_the_query_stands(rope: RopeFacts, l
     for kind, found in chosen.items():
         method = kind(lookup)
         for position in (300, 301, 350, FAR):
-            there = turned(query, torch.tensor([position]), rope).float()
+            there = rotated(query, torch.tensor([position]), rope).float()
             selection = _select(layer, method, there, position, shared=False)
             found.append(
                 [[sorted(tokens) for tokens in of] for of in all_chosen(selection, method.prepare(layer.context))]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_tensors import clustered, normal
 from support.reference import assert_close, reference_attention
-from support.rotation import ROPES, turned
+from support.rotation import ROPES, rotated
 from support.small_layer import SmallLayer, as_queries, small_layer, sparse_layer
 
 from sparsekv.formats.index.schema import RopeFacts
@@ -166,7 +166,7 @@ def test_counts_and_centroids_are_those_of_the_members_at_every_level(
     keys, values = decoding.sparse.plan.middle.keys.rows, decoding.sparse.plan.middle.values.rows
     kinds = {"centroids": keys, "value_centroids": values}
     if rope is not None:
-        kinds["lookup_centroids"] = turned(keys, -decoding.layer.split.sinks - found["token_order"], rope)
+        kinds["lookup_centroids"] = rotated(keys, -decoding.layer.split.sinks - found["token_order"], rope)
     for level in range(len(LEVELS[name])):
         counts = found[f"level{level}.counts"]
         members = torch.nn.functional.one_hot(cluster, counts.shape[1]).double()
