@@ -23,7 +23,7 @@ from sparsekv.cli.common.options import (
     refuse_unwritable_plot,
     share,
 )
-from sparsekv.cli.common.questions import read_questions
+from sparsekv.cli.common.questions import read_lines
 from sparsekv.cli.common.tables import say_markup
 from sparsekv.cli.configuring.sources import Command, on_command_line
 from sparsekv.cli.pages.page import HtmlOption, refuse_unwritable_html, write_html
@@ -292,7 +292,7 @@ def _queries(options: ReportOptions, artifact: Artifact, together: list[int]) ->
     """
     queries = MeasuredQueries(artifact)
     if options.queries is not None:
-        questions = read_questions(options.queries, "--queries")
+        questions = [line for line in read_lines(options.queries, "--queries") if line.strip()]
         # Imported here, because only questions need a model. Importing transformers takes seconds.
         from sparsekv.cli.common.loading import load_for
         from sparsekv.runtime.reporting.questions import question_queries

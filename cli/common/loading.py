@@ -16,7 +16,7 @@ from sparsekv.cli.common.stats import counted_dtype, windows_line
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.index.schema import AUTO, Manifest, Weights
-from sparsekv.formats.models.find import EMBEDDED, fetch, remember
+from sparsekv.formats.models.find import EMBEDDED, find_model, remember
 from sparsekv.formats.models.load import LoadedModel, load_model
 from sparsekv.kernels.common.first_calls import make_first_calls
 from sparsekv.runtime.decoding.early import EarlyReading
@@ -78,7 +78,7 @@ def _fetch_once(name: str, progress: Callable[[str], None], ranks: "Ranks") -> N
 
     def fetch_it() -> None:
         try:
-            fetch(name, progress)
+            find_model(name, progress)
             fetched.set_result(None)
         except BaseException as error:
             fetched.set_exception(error)

@@ -140,11 +140,6 @@ def read_lines(file: str, option: str) -> list[str]:
     return lines
 
 
-def read_questions(file: str, option: str) -> list[str]:
-    """Return every line of a file or of standard input that is not blank. Raises the errors of `read_lines`."""
-    return [line for line in read_lines(file, option) if line.strip()]
-
-
 def _read(file: str, option: str) -> str:
     name = "standard input" if file == "-" else f"{option} {file}"
     try:

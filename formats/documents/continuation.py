@@ -67,9 +67,9 @@ def find_border(
         stable = len(alone)
         for sample in following:
             with suppress(SparsekvError):  # the tokenizer cannot read this sample as plain text
-                stable = min(stable, _same_start(alone, encode_text(tokenizer, *parts, *sample).ids))
+                stable = min(stable, common_prefix(alone, encode_text(tokenizer, *parts, *sample).ids))
         # At the window's beginning, its tokens may differ from those of the whole text.
-        differing = len(alone) - _same_start(alone[::-1], ids[::-1])
+        differing = len(alone) - common_prefix(alone[::-1], ids[::-1])
         for kept in range(stable, differing, -1):
             cut = _characters(tokenizer, window, alone[:kept], special_tokens=special_tokens)
             if cut is not None:
@@ -199,7 +199,8 @@ def _behind(
     return encode_after(tokenizer, border.lead, border.held, *parts, special_tokens=special_tokens)
 
 
-def _same_start(first: list[int], second: list[int]) -> int:
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """Return the length of the common prefix of two lists of token ids."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 

@@ -317,11 +317,6 @@ def _converted(path: Path, name: str, progress: Progress) -> Path:
     return gguf_folder(path, name, progress)
 
 
-def fetch(name: str, progress: Progress = lambda text: None) -> None:
-    """Download the files of a model that are missing on this machine. Raises the errors of `find_model`."""
-    find_model(name, progress)
-
-
 def local_folder(name: str, progress: Progress = lambda text: None) -> Path:
     """Return the folder of a model that is on this machine, without a download. A GGUF file is converted if needed.
 

@@ -42,7 +42,7 @@ from sparsekv.kernels.common.given_rows import (
 )
 from sparsekv.kernels.common.hook import AttentionCall, alone, route_attention
 from sparsekv.kernels.common.mask import UnsupportedAttentionError
-from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds, state_distance
+from sparsekv.kernels.common.states import LayerKinds, State, layer_kinds, relative_distance, state_distance
 
 TOKENS, DOCUMENT, CHUNK, SINGLE = 48, 32, 16, 2
 """Tokens of the trial in `preflight`, captured tokens among them, tokens per chunk, and last tokens that are fed one by
@@ -436,10 +436,7 @@ def check_distances(distances: torch.Tensor, model: PreTrainedModel, kv_dtype: K
 
 def row_distances(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """Return each token's relative distance [T]: |own - stored| / |stored| of the token's rows in [Hk, T, D]."""
-    expected = stored.float()
-    apart: torch.Tensor = (own.float() - expected).norm(dim=(0, 2))
-    norms: torch.Tensor = expected.norm(dim=(0, 2)).clamp(min=torch.finfo(torch.float32).tiny)
-    return apart / norms
+    return relative_distance(own, stored, (0, 2))
 
 
 def judge_canary(runs: Sequence[CanaryRun], dtype: torch.dtype, name: str) -> tuple[list[CanaryToken], Probe]:

@@ -133,10 +133,14 @@ def hold_state(layers: Sequence[object], state: Mapping[str, torch.Tensor]) -> N
             layer.recurrent_states[place], layer.is_recurrent_states_initialized[place] = tensor, True
 
 
-def relative_distance(own: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the difference of two tensors, divided by the norm of the stored tensor."""
+def relative_distance(own: torch.Tensor, stored: torch.Tensor, dim: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return the norm of the difference of two tensors, divided by the norm of the stored tensor.
+
+    Norms are over the dimensions `dim`, or over all.
+    """
     expected = stored.float()
-    apart: torch.Tensor = (own.float() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    norm = expected.norm(dim=dim).clamp(min=torch.finfo(torch.float32).tiny)
+    apart: torch.Tensor = (own.float() - expected).norm(dim=dim) / norm
     return apart
 
 

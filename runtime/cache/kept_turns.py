@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from sparsekv.formats.documents.continuation import common_prefix
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.kernels.common.states import State
 
@@ -114,7 +115,7 @@ class KeptTurns:
         hashes, best, length = list(self._hashes(tokens[:-1])), None, 0
         for one in reversed(hashes):
             for entry in self.store.with_hash(one):
-                same = _same(entry.tokens, tokens[:-1]) if entry.owner is self else 0
+                same = common_prefix(entry.tokens, tokens[:-1]) if entry.owner is self else 0
                 if same > length and (self.divided or same == len(entry.tokens)):
                     best, length = entry, same
             if best is not None:
@@ -143,7 +144,7 @@ class KeptTurns:
         if kept.nbytes > self.store.most_bytes:
             return
         for entry in list(self.store.with_hash(hashes[0])):
-            same = _same(entry.tokens, tokens) if entry.owner is self else 0
+            same = common_prefix(entry.tokens, tokens) if entry.owner is self else 0
             if same == len(entry.tokens) and (self.divided or same == len(tokens)):
                 self.store.remove(entry)
         self.store.add(_Entry(self, tokens, kept, hashes))
@@ -157,9 +158,3 @@ class KeptTurns:
         for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
             last = hash((last, *tokens[first : first + BLOCK]))
             yield last
-
-
-def _same(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix of two token lists."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
