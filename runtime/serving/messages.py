@@ -23,23 +23,19 @@ class Message:
     content: str
 
 
-def conversation_tokens(index: OpenIndex, messages: Sequence[Message], *, raw: bool = False) -> torch.Tensor:
+def conversation_tokens(index: OpenIndex, messages: Sequence[Message]) -> torch.Tensor:
     """Return the token ids [Q] that follow the document in a conversation whose last message is a user's.
 
     The ids equal those of the command `chat` over the same index, unless the tokenizer splits the text of an answer
     into other tokens than the model generated. Control tokens in messages are encoded as plain text.
 
-    Args:
-        raw: encode messages without the chat template.
-
     Raises:
         UsageError: the messages do not alternate between user and assistant, beginning and ending with the user; a
-            user's message is empty; a system message is not the first message, is not the one that is stored before
-            the document, or is given with `raw`; or there are several questions, and the chat template allows only
-            one. Also raises the errors of `question_ids`.
+            user's message is empty; a system message is not the first message, or is not the one that is stored before
+            the document; or there are several questions, and the chat template allows only one. Also raises the errors
+            of `question_ids`.
     """
     place = Place.behind(index.artifact.manifest.prompt)
-    place = Place(None, place.border) if raw else place
     if messages and messages[0].role == "system":
         _check_system(index, place.chat, messages[0].content)
         messages = messages[1:]

@@ -93,7 +93,7 @@ def messages(world: World, index: OpenIndex) -> None:
         answer = world.some_text(random.choice([1, 2, 9, 40]), random.randint(0, 10**6))
         texts += [f"{random.choice(EDGES)}{answer}{random.choice(EDGES)}", world.question(number + 1)]
     given = [Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
-    ours = torch.cat([index.input_ids, conversation_tokens(index, given, raw=case.raw)]).tolist()
+    ours = torch.cat([index.input_ids, conversation_tokens(index, given)]).tolist()
     whole = _talk_of(world, texts)
     expected = world.tokenizer(whole, add_special_tokens=case.raw).input_ids
     expect(ours == expected, "messages", apart(world, ours, expected))

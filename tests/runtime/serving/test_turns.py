@@ -194,17 +194,15 @@ def test_tokens_are_compared_not_only_their_hashes() -> None:
 
 
 def test_messages_have_the_tokens_of_a_chat(served: Served) -> None:
-    index = served.indices["a"]
-    for raw in (False, True):
-        talk = Conversation(index, ALL, raw=raw)
-        messages = list[Message]()
-        for asked in ("What is an expression?", "And why?", "x"):
-            answer = talk.ask(asked, Sampling(1))
-            messages += [Message("user", asked), Message("assistant", answer.text)]
-            found = conversation_tokens(index, messages[:-1], raw=raw)
-            if "\ufffd" in "".join(one.content for one in messages[:-1]):
-                break  # a byte that is no text has no way back to its token
-            assert found.tolist() == talk.last_asked().tolist()
+    index, messages = served.indices["a"], list[Message]()
+    talk = Conversation(index, ALL)
+    for asked in ("What is an expression?", "And why?", "x"):
+        answer = talk.ask(asked, Sampling(1))
+        messages += [Message("user", asked), Message("assistant", answer.text)]
+        found = conversation_tokens(index, messages[:-1])
+        if "\ufffd" in "".join(one.content for one in messages[:-1]):
+            break  # a byte that is no text has no way back to its token
+        assert found.tolist() == talk.last_asked().tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
