@@ -182,9 +182,9 @@ def stdout_console(width: int) -> Console:
     return _PlainConsole(width=None if sys.stdout.isatty() else width)
 
 
-def show(*things: RenderableType, width: int = 120) -> None:
-    """Print tables or lines to stdout, as wide as the terminal; without a terminal, `width` columns wide."""
-    console = stdout_console(width)
+def show(*things: RenderableType) -> None:
+    """Print tables or lines to stdout, as wide as the terminal; without a terminal, 120 columns wide."""
+    console = stdout_console(120)
     for thing in things:
         console.print(thing)
 
