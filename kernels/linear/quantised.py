@@ -14,7 +14,7 @@ from torch.nn.functional import linear, pad, silu
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from sparsekv.kernels.attention.cluster_step import compiled_kernels, threads_of_torch
+from sparsekv.kernels.common.on_cpu import compiled_kernels, threads_of_torch
 from sparsekv.kernels.common.on_gpu import on_gpu
 
 GROUP = 32

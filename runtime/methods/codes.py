@@ -3,7 +3,7 @@
 The codes of all keys are scanned, or only the codes of the keys in the best clusters. With `replace`, the clusters'
 centroids, with fitted masses and values, represent the tokens that are not selected. One softmax covers selected tokens
 and centroids. `CodeEstimates` runs on any device, `CodeScan` and `QuestionScan` only on a GPU. On a CPU
-`kernels.attention.cluster_step` calls the compiled step, `kernels.attention.code_step_numba`.
+`kernels.attention.cpu_steps` calls the compiled step, `kernels.attention.code_step_numba`.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.nn.functional import embedding_bag
 from sparsekv.formats.errors import UsageError
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import LayerFacts, MethodRecord
-from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes
+from sparsekv.kernels.attention.cpu_steps import StepCodes, attend_by_codes, choose_by_codes
 from sparsekv.kernels.codes.code_ranks import (
     CENTROIDS,
     IN_WORD,

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import normalize
 
 from sparsekv.formats.index.schema import LayerFacts
-from sparsekv.kernels.attention.cluster_step import LARGEST_EXPONENT, attend_to_best, choose_by_codes
+from sparsekv.kernels.attention.cpu_steps import LARGEST_EXPONENT, attend_to_best, choose_by_codes
 from sparsekv.kernels.clusters.cluster_choice import EXPONENT_BITS, Children, choose_listed, open_clusters
 from sparsekv.kernels.codes.code_ranks import HEADROOM, IN_WORD, LEVELS
 from sparsekv.kernels.kmeans.kmeans import nearest_centres

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
+from sparsekv.kernels.attention.cpu_steps import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.cluster_choice import CountedClusters, logs_and_shares
 from sparsekv.kernels.common.row_operations import fill_budget
 from support.kernel_runs import uneven_counts

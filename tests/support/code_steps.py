@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.attention.cluster_step import StepCodes, attend_by_codes, choose_by_codes
+from sparsekv.kernels.attention.cpu_steps import StepCodes, attend_by_codes, choose_by_codes
 from support.kernel_runs import poisoned_memory, uneven_counts
 from support.random_tensors import normal
 from support.reference import random_attention

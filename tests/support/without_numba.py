@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
+from sparsekv.kernels.attention.cpu_steps import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.cluster_choice import CountedClusters, logs_and_shares
 from sparsekv.kernels.common.on_cpu import compiled_kernels
 from sparsekv.kernels.linear.quantised import multiply, round_to_int8

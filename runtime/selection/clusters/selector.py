@@ -12,7 +12,7 @@ import torch
 from sparsekv.formats.errors import REBUILD, ArtifactError, UsageError, check_choice
 from sparsekv.formats.index.context_rows import Pair
 from sparsekv.formats.index.schema import MethodRecord
-from sparsekv.kernels.attention.cluster_step import StepClusters, attend_to_best
+from sparsekv.kernels.attention.cpu_steps import StepClusters, attend_to_best
 from sparsekv.kernels.clusters.cluster_choice import (
     MOST_CLUSTERS,
     MOST_TOKENS,

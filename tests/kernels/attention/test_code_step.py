@@ -11,7 +11,7 @@ from support.kernel_runs import with_threads
 from support.random_tensors import normal
 from support.reference import assert_close, reference_attention
 
-from sparsekv.kernels.attention.cluster_step import SPARE, choose_by_codes
+from sparsekv.kernels.attention.cpu_steps import SPARE, choose_by_codes
 from sparsekv.kernels.common.on_cpu import compiled_kernels
 
 every_form = pytest.mark.parametrize("form", FORMS)

@@ -17,8 +17,8 @@ from support.spawned import run_together
 from support.without_numba import check_product
 from torch.nn.functional import silu
 
-from sparsekv.kernels.attention.cluster_step import compiled_kernels
 from sparsekv.kernels.common.launch import dependent_launch
+from sparsekv.kernels.common.on_cpu import compiled_kernels
 from sparsekv.kernels.linear import quantised, quantised_triton
 from sparsekv.kernels.linear.fixed_point_triton import peak
 from sparsekv.kernels.linear.quantised import (

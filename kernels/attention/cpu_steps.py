@@ -13,8 +13,7 @@ from sparsekv.kernels.attention.attention import attend_once
 from sparsekv.kernels.clusters.cluster_choice import CountedClusters, best_clusters
 from sparsekv.kernels.codes.code_ranks import CENTROIDS
 from sparsekv.kernels.common.kernel_inputs import ScoredCentroids
-from sparsekv.kernels.common.on_cpu import compiled_kernels as compiled_kernels
-from sparsekv.kernels.common.on_cpu import threads_of_torch as threads_of_torch
+from sparsekv.kernels.common.on_cpu import compiled_kernels, threads_of_torch
 from sparsekv.kernels.common.row_operations import expand_full_runs
 from sparsekv.kernels.posting_lists.list_ranks import ExactKeys, exact_logsumexp
 from sparsekv.kernels.scores.logits import attention_logits, softcapped
