@@ -530,7 +530,7 @@ class GenerateOptions:
             metavar="auto|on|off",
             help=(
                 "Compile the model's layers with torch, except their attention. Decoding is faster, but starts "
-                "ten to twenty seconds later the first time, and about five seconds later after that. auto: on a "
+                "seven to fifteen seconds later, mostly because torch's compiler has to be imported. auto: on a "
                 f"GPU, if the answers may take {WORTH_IT:,} steps or more. A step decodes one token of each "
                 "question that is answered at once."
             ),
