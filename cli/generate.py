@@ -23,7 +23,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def generate(options: GenerateOptions) -> None:
     """Answer a question over an index; the answer streams to stdout unless --json is given.
 
-    Only the question is prefilled. With --sources the passages that the answer attended to most follow on stderr.
+    Only the question is prefilled. The answer is about the text as it was indexed, even if its file was edited since:
+    `build-index` updates the index. With --sources the passages that the answer attended to most follow on stderr.
     With --batch-file every line is a question, and --batch-size questions are answered at once. Each answer is then
     printed as one line: line breaks and runs of spaces become one space unless --json is given, and a blank line gets
     a blank answer. An index made by --save-to can be asked the next question; methods that cannot append tokens are
@@ -76,7 +77,8 @@ def generate(options: GenerateOptions) -> None:
     note_short_document(config, quiet=options.quiet or options.with_stats)
     if options.with_stats:
         dense = f", the first {config.dense_layers} layers dense" if config.dense_layers else ""
-        how = f"{config.origin or f'answers by {config.attention.name}, budget {config.budget}'}{dense}"
+        budget = config.budget.told(artifact.manifest.split.middle)
+        how = f"{config.origin or f'answers by {config.attention.name}, budget {budget}'}{dense}"
         how = "answers by dense attention, from drafts (--lossless)" if config.lossless else how
         times.show(how, artifact.manifest)
     schedule.compile(options.compiled, quiet=not options.with_stats)

@@ -124,7 +124,8 @@ class AttentionOptions:
         str | None,
         typer.Option(
             help="Share (0.1, 10%) or number of the document's tokens to attend to. Default: the budget that `tune` "
-            "found; else 0.1, and for codes 0.05 of up to 9,600 tokens, 480 tokens of up to 32,000, 0.015 of more.",
+            "found; else 0.1, and for codes 0.05 of up to 9,600 tokens between sinks and tail, 480 tokens of up to "
+            "32,000, 0.015 of more.",
             show_default=False,
             rich_help_panel=ATTENDED,
         ),

@@ -288,7 +288,7 @@ def stats(session: Chat, argument: str) -> None:
     note(f"stats are {'on' if session.stats else 'off'}", quiet=session.quiet)
 
 
-@slash("/forget", "drop the talk so far, and keep the document")
+@slash("/forget", "forget the conversation so far, and keep the document")
 def forget(session: Chat, argument: str) -> None:
     turns = len(session.talk.turns)
     session.talk.forget()

@@ -75,7 +75,7 @@ def storage_record(storage: KVStorage | None) -> dict[str, Any] | None:
     }
 
 
-MORE_THAN_EVERYTHING = "it reads its index beside every key and value; a smaller --budget reads less"
+MORE_THAN_EVERYTHING = "it reads its index beside the selected keys and values; --method dense reads less here"
 MORE_TOGETHER = (
     "each query may read parts of the index for itself, and dense attention reads keys and values once for all; a "
     "smaller --budget or fewer queries together read less"

@@ -217,6 +217,7 @@ def hub_gguf(repository: str, file: str, *, download: bool = True) -> Path:
 
 def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
     # The module imports the hub's HTTP client, which local models do not need.
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -240,7 +241,10 @@ def _from_hub(name: str, get: Callable[[], str], *, download: bool) -> Path:
         problem, remedy = "has no such file on the Hugging Face hub", "check its spelling"
     except LocalEntryNotFoundError:
         problem = "is neither a folder here nor in the hub's cache, and the Hugging Face hub cannot be reached"
-        remedy = f"check the network and HF_HUB_OFFLINE, give a local folder, or {OWN}"
+        remedy = f"check the network, give a local folder, or {OWN}"
+        if constants.HF_HUB_OFFLINE:
+            problem = "is neither a folder here nor in the hub's cache, and HF_HUB_OFFLINE forbids a download"
+            remedy = f"unset HF_HUB_OFFLINE, give a local folder, or {OWN}"
         if not download:
             problem, remedy = "is not on this machine", f"fetch it with `sparsekv models pull {shlex.quote(name)}`"
     except (HfHubHTTPError, OSError) as error:

@@ -23,8 +23,8 @@ MODES = ("auto", "on", "off")
 WORTH_IT = 4096
 """Minimum number of steps for which `auto` compiles on a GPU.
 
-With the import of torch's compiler, compiling takes seven to fourteen seconds, even if the cache folder has the code. It
-makes each step of an 8B model 3.9 ms shorter, and of a 0.5B model 3.1 ms.
+Compiling takes seven to fourteen seconds, most of them for the import of torch's compiler. It makes each step of an 8B
+model 3.9 ms shorter, and of a 0.5B model 3.1 ms.
 """
 
 _COMPILED = WeakSet["PreTrainedModel"]()

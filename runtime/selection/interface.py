@@ -321,6 +321,12 @@ class Budget:
         """Return the budget as a share of the `middle` tokens."""
         return self.tokens(middle) / middle
 
+    def told(self, middle: int) -> str:
+        """Return the budget as a share and as a number of the `middle` tokens, first as it was given."""
+        count = self.tokens(middle)
+        tokens = f"{count:,} token{'s' * (count != 1)}"
+        return f"{tokens} ({count / middle:.1%})" if isinstance(self.value, int) else f"{self} ({tokens})"
+
     def __str__(self) -> str:
         return str(self.value) if isinstance(self.value, int) else f"{100 * self.value:g}%"
 

@@ -139,7 +139,10 @@ def test_a_small_budget_and_reading_more_than_everything_are_told(place: Path) -
     one = run_here("recall-report", "--budget", "1", "--method", "window")
     assert "--budget 1 is one token of the document; 1% is written 1% or 0.01\n" in one.stderr
     full = run_here("generate", "Why?", "--max-new-tokens", "2", "--budget", "100%", "--stats", "--method", "squeezed")
-    assert "more than all keys and values: it reads its index beside every key and value" in full.stderr
+    assert (
+        "more than all keys and values: it reads its index beside the selected keys and values; --method dense"
+        in full.stderr
+    )
     report = run_here("recall-report", "--budget", "100%", "--method", "squeezed", "-q")
     assert "\nkv fraction above 1 (squeezed" in report.stdout
     assert "above 1" not in run_here("recall-report", "--budget", "0.1", "--method", "squeezed", "-q").stdout

@@ -23,7 +23,7 @@ from transformers import GptOssConfig, T5Config, WhisperConfig
 from transformers.utils import logging
 
 from sparsekv.formats.errors import SparsekvError, UsageError
-from sparsekv.formats.models.find import EMBEDDED, known_models, pull
+from sparsekv.formats.models.find import EMBEDDED, find_model, known_models, pull
 from sparsekv.formats.models.load import load_model, load_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -265,3 +265,10 @@ def test_attention_that_a_config_asks_for_is_not_needed(tmp_path: Path, key: str
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: asked}))
     assert load_model(str(folder), device="cpu").model.config._attn_implementation == loaded
+
+
+def test_a_hub_that_the_environment_forbids_is_not_called_unreachable(hub_cache: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"HF_HUB_OFFLINE forbids a download; unset HF_HUB_OFFLINE, give a local folder"
+    ):
+        find_model("someone/tiny", print)

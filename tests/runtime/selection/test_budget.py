@@ -65,3 +65,16 @@ def test_what_a_budget_prints_is_read_back_as_the_same(value: float | int) -> No
 def test_a_budget_counts_once_however_it_is_written() -> None:
     budgets = Budget.parse_each(["5%", "1", "0.05", "100%", "1.0", "+1", "5e-2", "2.9%", "0.029"])
     assert [str(budget) for budget in budgets] == ["5%", "1", "100%", "2.9%"]
+
+
+@pytest.mark.parametrize(
+    ("value", "middle", "told"),
+    [
+        (0.05, 3947, "5% (197 tokens)"),
+        (480, 12_000, "480 tokens (4.0%)"),
+        (0.05, 16, "5% (1 token)"),
+        (90, 9, "9 tokens (100.0%)"),
+    ],
+)
+def test_a_budget_tells_the_share_and_the_tokens(value: float | int, middle: int, told: str) -> None:
+    assert Budget(value).told(middle) == told
