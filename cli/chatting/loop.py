@@ -208,7 +208,7 @@ def _lines() -> Iterator[str]:
         )
 
 
-WITH_OPTIONS = ("method", "budget", "stats", "help")
+WITH_OPTIONS = ("method", "budget", "stats")
 """Commands for which `chat` has an option of the same name."""
 _SHOWN = 60
 """Maximum number of characters of a line that a message shows."""

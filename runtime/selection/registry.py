@@ -237,6 +237,6 @@ def choose_methods(
             raise UsageError(f"no method '{name}'{meant}; there are: {', '.join(there)}{several or more}")
         if name != "all" and name not in usable:
             raise UsageError(
-                f"the index was not built with '{name}'; {how(name)}, or choose one of: {', '.join(usable)}"
+                f"the index was not built with '{name}'; {how(name)}, or choose one of: {', '.join([*usable, *beside])}"
             )
     return usable if not names or "all" in names else list(dict.fromkeys(names))

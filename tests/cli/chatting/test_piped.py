@@ -58,7 +58,7 @@ def test_the_option_that_replaces_a_command_is_named_only_if_there_is_one(line: 
     with pytest.raises(UsageError) as raised:
         _no_command(line, 1)
     options = [option for one in typer.main.get_command(chat.app).params for option in one.opts]
-    told = f"delete the line and give --{name} instead," if f"--{name}" in [*options, "--help"] else "delete the line,"
+    told = f"delete the line and give --{name} instead," if f"--{name}" in options else "delete the line,"
     assert f"line 1: {line} is a command" in str(raised.value)
     assert told in str(raised.value)
 

@@ -188,6 +188,7 @@ def test_an_option_outranks_defaults_of_those_that_it_excludes(tuned: Path) -> N
     schedule = ("--schedule", "0.2-step-2", "--method", "csattention")
     outcome = run_here(*ASK, *schedule)
     assert "not built with 'csattention'" in outcome.error()
+    assert outcome.error().endswith(", dense")
 
 
 @pytest.mark.parametrize(
