@@ -40,7 +40,7 @@ def refuse_unsavable(artifact: Artifact, folder: Path, dtype: str, option: str =
         ArtifactError: this version cannot build the index's methods.
     """
     if os.path.lexists(folder):
-        raise UsageError(f"{option}: {folder} exists already; give another name")
+        raise UsageError(f"{option} {folder}: that name exists already; give another")
     if not folder.absolute().parent.is_dir():
         raise UsageError(f"{option} {folder}: the folder to write it in does not exist; create that folder first")
     refuse_other_dtype(artifact.manifest, dtype)

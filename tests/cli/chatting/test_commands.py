@@ -80,7 +80,7 @@ def wrong(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dia
 def test_a_save_that_would_overwrite_is_refused_and_the_talk_goes_on(place: Path) -> None:
     with chat(place, "--stats") as one:
         first = prompt_tokens(answer(one, "Why?"))
-        assert "error: /save: doc.skv exists already; give another name" in answer(one, "/save doc.skv")
+        assert "error: /save doc.skv: that name exists already; give another" in answer(one, "/save doc.skv")
         assert "error: /save none/talk.skv: the folder to write it in does not exist" in answer(
             one, "/save none/talk.skv"
         )
