@@ -305,7 +305,7 @@ def _take_gate(product: Node) -> None:
     if found is None:
         return
     joined, dtypes = found["joined"], {_value(product).dtype, _value(found["joined"]).dtype, found["dtype"]}
-    if joined.target is not JOINED or len(joined.users) != 2 or len(joined.args[1]) != 2 or len(dtypes) != 1:
+    if joined.target is not JOINED or len(joined.args[1]) != 2 or len(dtypes) != 1:
         return
     if 2 * found["outputs"] == _value(joined).shape[-1]:
         joined.args = (*joined.args[:6], True, None)
