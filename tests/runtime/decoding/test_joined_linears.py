@@ -264,7 +264,7 @@ def test_a_gate_of_many_outputs_times_one_output_stays() -> None:
     gate, up = (_linear(outputs, CHANNELS, 8, bias=False, dtype=torch.bfloat16) for outputs in (48, 1))
     compiled, joints = _joined(lambda x: silu(gate(x)) * up(x))
     x = normal(1, 1, 1, CHANNELS).bfloat16()
-    assert_close(compiled(x), (silu(gate(x)) * up(x)).double(), 1e-2)
+    assert_close(compiled(x), (silu(gate(x)) * up(x)).double(), 3e-2)
     assert joints == [Joint(2)]
 
 
