@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,7 +29,7 @@ from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
-FORM = 4
+FORM = 5
 """Version of the code that converts files. Increase the version when a file would be converted otherwise or refused."""
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -39,9 +38,8 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece"}
 """Kinds of tokenizers that can be read, as GGUF files name them and as users know them."""
 
-BY_TRANSFORMERS = ("gemma", "gemma2", "gemma3")
-"""Architectures whose SentencePiece tokenizers transformers converts. The token scores in GGUF files of these
-architectures do not give the order of merges."""
+GEMMAS = ("gemma", "gemma2", "gemma3")
+"""Architectures with Gemma's SentencePiece tokenizer: token ids, not scores, give the order of merges."""
 
 BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 AS_GPT2 = ("gpt-2", "phi-2", "olmo", "mpt")
@@ -176,7 +174,7 @@ def convert(path: Path, folder: Path, reader: GGUFReader | None = None) -> None:
     reader = reader or GGUFReader(path)
     if int(_one(reader, "split.count", 1)) > 1:
         raise UsageError("is one of several parts of a GGUF file; join them with llama-gguf-split --merge")
-    tokenizer = build_tokenizer(path, reader)
+    tokenizer = build_tokenizer(reader)
     # The GGUF reader prints a progress bar that no setting turns off.
     with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -326,29 +324,33 @@ def check_tensors(reader: GGUFReader, model: PreTrainedModel, missing: Collectio
         )
 
 
-def build_tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
+def build_tokenizer(reader: GGUFReader) -> PreTrainedTokenizerBase:
     """Build the tokenizer of a GGUF file, with its special tokens and chat template.
 
-    Byte-level BPE and SentencePiece tokenizers are built here, except SentencePiece tokenizers of `BY_TRANSFORMERS`.
-    Transformers' conversion splits numbers wrongly for some model families, ignores a file's setting to put no space
-    before a text, and changes between releases. An index is bound to its tokenizer, so the tokenizer must be the same
-    on every machine.
+    The tokenizer is built here, because transformers' conversion splits numbers wrongly for some model families,
+    ignores a file's setting to put no space before a text, and changes between releases. Version 5.17 makes a tokenizer
+    for Gemma that splits most words wrongly. An index is bound to its tokenizer, so the tokenizer must be the same on
+    every machine.
 
     Raises:
         UsageError: the file has no tokenizer, or one whose kind or way of splitting text is unknown.
     """
     _tokenizer_found(reader)
     kind, template = _one(reader, "tokenizer.ggml.model", None), _one(reader, "tokenizer.chat_template", None)
-    if kind == "llama" and _one(reader, "general.architecture", "") in BY_TRANSFORMERS:
-        with silent_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            found: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        found.chat_template = found.chat_template or template
-        gemma: PreTrainedTokenizerBase = found
-        return gemma
     tokens, pre = _strings(reader, "tokens"), str(_one(reader, "tokenizer.ggml.pre", ""))
     types = _numbers(reader, "tokenizer.ggml.token_type")
-    tokenizer = _sentencepiece(reader, tokens, types) if kind == "llama" else _byte_level(reader, tokens, pre)
-    added = [(one, kind) for one, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+    is_gemma = kind == "llama" and _one(reader, "general.architecture", "") in GEMMAS
+    if is_gemma:
+        tokens = [SPACE * len(one) if one and not one.strip(" ") else one for one in tokens]
+        tokenizer = _gemma(reader, tokens)
+    else:
+        tokenizer = _sentencepiece(reader, tokens, types) if kind == "llama" else _byte_level(reader, tokens, pre)
+    # Gemma's runs of spaces are merged from spaces, and are no added tokens.
+    added = [
+        (one, kind)
+        for one, kind in zip(tokens, types, strict=True)
+        if kind in (CONTROL, USER_DEFINED) and not (is_gemma and one.startswith(SPACE))
+    ]
     tokenizer.add_special_tokens(
         [AddedToken(one, special=True, normalized=False) for one, kind in added if kind == CONTROL]
     )
@@ -405,6 +407,20 @@ def _sentencepiece(reader: GGUFReader, tokens: list[str], types: list[int]) -> T
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if lead else spaces
     back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if lead else back)
+    return tokenizer
+
+
+def _gemma(reader: GGUFReader, tokens: list[str]) -> Tokenizer:
+    """Build Gemma's BPE. Pairs that make the token with the lowest id are merged first, those with a long left part."""
+    vocabulary, merges = {token: number for number, token in enumerate(tokens)}, []
+    for token in tokens:
+        cuts = ((token[:cut], token[cut:]) for cut in range(len(token) - 1, 0, -1))
+        merges += [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
+    unknown = tokens[int(_one(reader, "tokenizer.ggml.unknown_token_id", 0))]
+    tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 from support.command import run_here
 from support.tiny_gguf import (
     END,
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, N
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.converted import damaged_files
 from sparsekv.formats.models.find import find_model, pull
-from sparsekv.formats.models.gguf import _pre_tokenizer, check_config
+from sparsekv.formats.models.gguf import _pre_tokenizer, build_tokenizer, check_config
 from sparsekv.formats.models.load import load_model, load_tokenizer
 from sparsekv.runtime.decoding.answer import decoded
 
@@ -296,6 +296,36 @@ def test_a_file_that_adds_no_space_before_a_text_gets_none() -> None:
     ids = tokenizer("the the").input_ids
     assert tokenizer.convert_ids_to_tokens(ids) == ["the", "\u2581the"]
     assert tokenizer.decode(ids) == "the the"
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("the  then the", ["the", "\u2581\u2581", "the", "n", "\u2581the"]),
+        ("\n\n\nthe", ["\n\n\n", "the"]),
+        ("\u00e9", ["<0xC3>", "<0xA9>"]),
+    ],
+)
+def test_gemmas_pairs_are_merged_in_the_order_of_their_ids(text: str, pieces: list[str]) -> None:
+    """Whatever the scores, and whatever transformers makes of them: in 5.17, a tokenizer that merges no pairs."""
+    merged = ["\n", "\n\n", "\n\n\n", "  "]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *merged, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["th", "\u2581t", "he", "the", "\u2581the", *"\u2581then"]
+    writer = GGUFWriter("gemma.gguf", "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, 2, *[4] * len(merged), *[6] * 256, *[1] * (len(tokens) - 260 - len(merged))])
+    writer.add_token_scores([0.0] * len(tokens))
+    for name, number in {"pad": 0, "eos": 1, "bos": 2, "unk": 3}.items():
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = build_tokenizer(GGUFReader("gemma.gguf"))
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == ["<bos>", *pieces]
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
 
 def test_a_tokenizer_is_loaded_as_the_file_has_it_whatever_the_architecture_usually_has() -> None:
