@@ -18,10 +18,19 @@ from sparsekv.cli.answering.options import (
 from sparsekv.cli.common.console import note
 from sparsekv.cli.common.method_options import note_small_budgets, with_options
 from sparsekv.cli.common.open_artifact import open_artifact
-from sparsekv.cli.common.options import IndexOption, ModelOption, RunOptions, SpecialTokensOption, WeightsOption
+from sparsekv.cli.common.options import (
+    CompileOption,
+    IndexOption,
+    ModelOption,
+    RunOptions,
+    SpecialTokensOption,
+    WeightsOption,
+)
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command, left_out
+from sparsekv.formats.errors import check_choice
 from sparsekv.runtime.attention.config import Dense
+from sparsekv.runtime.decoding.compiled import MODES, WORTH_JOINING, backend_for, compile_steps
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.interface import methods
 
@@ -43,6 +52,7 @@ class ChatOptions:
     index: IndexOption = None
     model: ModelOption = None
     weights: WeightsOption = "auto"
+    compiled: CompileOption = "auto"
     attention: ChatAttention
     sampling: SamplingOptions
     raw: RawOption = False
@@ -68,6 +78,7 @@ def chat(options: ChatOptions) -> None:
     printf 'What is this about?\\nSay it in one word.\\n' | sparsekv chat --index manual.skv
     """
     refuse_little_room()
+    check_choice("--compile", options.compiled, MODES)
     artifact, quiet = open_artifact(options.index), options.run.quiet
     config = options.attention.for_one_question(artifact, options.run.device)
     choices = Choices.of(options.attention, artifact, config, left_out(options.ctx))
@@ -97,6 +108,8 @@ def chat(options: ChatOptions) -> None:
     load = partial(load_for, artifact, *named, quiet=quiet, weights=options.weights)
     opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
+    if backend := backend_for(options.compiled, opened.model.device, WORTH_JOINING):
+        compile_steps(opened.model, talk.warm_up, backend)
     note_small_budgets([config.budget], quiet=quiet)
     note_short_document(config, quiet=quiet)
     if options.stats:  # at a terminal, the first line shows the method

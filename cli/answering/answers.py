@@ -16,7 +16,7 @@ from sparsekv.formats.documents.plain_text import encode_text
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, Sampling, answer_room, question_ids
-from sparsekv.runtime.decoding.compiled import compile_steps, worth_compiling
+from sparsekv.runtime.decoding.compiled import backend_for, compile_steps
 from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.lossless import DraftingEngine
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -209,12 +209,13 @@ class Schedule:
             SparsekvError: the layers cannot be compiled, and the mode is `on` or there are several ranks. The other
                 ranks would wait in a step that this rank cannot take.
         """
-        model, slots = self.engine.index.model, self.engine.slots
+        model, slots, shape = self.engine.index.model, self.engine.slots, self.engine.cache.step_shape
         tokens = sum(one is not None for one in self.questions) * self.sampling.max_new_tokens
-        if not worth_compiling(mode, model.device, tokens // slots):
+        backend = backend_for(mode, model.device, tokens // slots, shape)
+        if backend is None:
             return
         try:
-            seconds = compile_steps(model, self.engine.warm_up, shape=self.engine.cache.step_shape)
+            seconds = compile_steps(model, self.engine.warm_up, backend, shape=shape)
             note(f"compiled in {seconds:.1f} s", quiet=quiet)
         except SparsekvError as error:
             if mode == "on" or self.ranks is not None:

@@ -33,7 +33,7 @@ from sparsekv.runtime.attention.config import MOST_SOURCES, QUESTION_BUDGET, Dec
 from sparsekv.runtime.attention.guard import Guard
 from sparsekv.runtime.cache.kv_store import PLACEMENTS
 from sparsekv.runtime.decoding.choose_config import attention_of, choose_config, dense_if_short, refuse_beside_dense
-from sparsekv.runtime.decoding.compiled import MODES, WORTH_IT
+from sparsekv.runtime.decoding.compiled import MODES, WORTH_COMPILING, WORTH_JOINING
 from sparsekv.runtime.selection.interface import DENSE, Budget, Method, methods
 from sparsekv.runtime.selection.registry import methods_of, unread
 
@@ -530,10 +530,10 @@ class GenerateOptions:
             "--compile",
             metavar="auto|on|off",
             help=(
-                "Compile the model's layers with torch, except their attention. Decoding is faster, but starts "
-                "seven to fifteen seconds later, mostly because torch's compiler has to be imported. auto: on a "
-                f"GPU, if the answers may take {WORTH_IT:,} steps or more. A step decodes one token of each "
-                "question that is answered at once."
+                "Compile the model's layers with torch, except their attention. Decoding is faster, but starts two to "
+                "five seconds later, and up to fifteen if torch's compiler must make kernels. auto: on a GPU, if the "
+                f"answers may take {WORTH_COMPILING:,} steps or more, and without making kernels from "
+                f"{WORTH_JOINING:,} on. A step decodes one token of each question that is answered at once."
             ),
         ),
     ] = "auto"

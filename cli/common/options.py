@@ -276,6 +276,16 @@ def _weights_option(auto: str) -> Any:
     )
 
 
+CompileOption = Annotated[
+    str,
+    typer.Option(
+        "--compile",
+        metavar="auto|on|off",
+        help="Compile the steps that decode one answer alone. They are faster, but the start takes longer. auto: on a "
+        "GPU, only layers that need no kernels of torch's compiler, which takes two to five seconds. on: all layers, "
+        "which takes up to fifteen seconds.",
+    ),
+]
 WeightsOption = Annotated[str, _weights_option("as the index was built; another precision is refused")]
 BuildWeightsOption = Annotated[
     str, _weights_option("not rounded. An existing index with int8 or int4 weights is then built again")

@@ -9,6 +9,7 @@ import typer
 from sparsekv.cli.common.options import (
     ATTENDED,
     PLACED,
+    CompileOption,
     DeviceOption,
     DtypeOption,
     ModelOption,
@@ -180,6 +181,7 @@ class ServeOptions:
     ] = 0.0
     model: ModelOption = None
     weights: WeightsOption = "auto"
+    compiled: CompileOption = "auto"
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     quiet: QuietOption = False

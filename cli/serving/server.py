@@ -17,6 +17,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from transformers import PreTrainedModel
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparsekv.cli.answering.faster import take_faster_for_numbers
@@ -42,11 +43,12 @@ from sparsekv.cli.serving.shelf import (
     state_of,
 )
 from sparsekv.formats.device import choose_device, device_memory
-from sparsekv.formats.errors import IdentityError, SparsekvError, UsageError, reason_of
+from sparsekv.formats.errors import IdentityError, SparsekvError, UsageError, check_choice, reason_of
 from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.choose_config import choose_config, idle_budget
+from sparsekv.runtime.decoding.compiled import MODES, WORTH_JOINING, backend_for, compile_steps
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.serving.scheduler import Scheduler
@@ -231,6 +233,7 @@ def run(options: ServeOptions) -> None:
         SparsekvError: the errors of opening an index and of `bind`.
     """
     refuse_little_room()
+    check_choice("--compile", options.compiled, MODES)
     outlive_reader()  # a client that disconnects must not end the server
     allow_many_connections()
     folders = folders_by_name(_named(options))
@@ -267,8 +270,7 @@ def run(options: ServeOptions) -> None:
         index = beside(artifacts.pop(name))
         shelf.put(Served(name, index, configs[name], by_method[name], options.budget), folders[name], states[name])
     if opened.kept is None:  # if the first index is kept, `sparsekv start` has prepared its cache and kernels
-        for served in shelf.opened():
-            scheduler.warm_up(served.name, config_of(served))
+        _warm_up(options, scheduler, shelf, opened.model)
     del opened, artifacts  # references would keep the memory of closed indices
     ready = partial(_tell, options, shelf, f"{address_of(listening, options.host)}/v1")
     server = Server(
@@ -278,6 +280,19 @@ def run(options: ServeOptions) -> None:
     if server.interrupted:
         signal.raise_signal(signal.SIGINT)
     note("ended", quiet=options.quiet)
+
+
+def _warm_up(options: ServeOptions, scheduler: Scheduler, shelf: Shelf, model: PreTrainedModel) -> None:
+    """Take the first steps over the opened indices, so that kernels are ready; compile steps of one answer alone."""
+
+    def warm_up() -> None:
+        for served in shelf.opened():
+            scheduler.warm_up(served.name, config_of(served))
+
+    if backend := backend_for(options.compiled, model.device, WORTH_JOINING):
+        compile_steps(model, warm_up, backend)
+    else:
+        warm_up()
 
 
 def _named(options: ServeOptions) -> list[Path]:

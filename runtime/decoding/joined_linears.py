@@ -1,4 +1,4 @@
-"""A pass of torch's compiler that joins the linear layers which multiply the same row into one launch.
+"""A backend of torch.compile that joins the linear layers which multiply the same row into one launch.
 
 The launch also computes what the graph does with the row and with the outputs: the RMS norm before a product, SiLU of
 gate times up, and the addition of a residual. Another launch computes the norms and RoPE of query and key. A kernel for
@@ -10,9 +10,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, Ignored, KeywordArg, Match, PatternExpr
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sparsekv.kernels.common.launch import dependent_launch
@@ -80,7 +82,49 @@ def _heads_of(channels: torch.Tensor, queries: int, cos: torch.Tensor, *_: objec
     return channels.new_empty(1, channels.numel() // cos.shape[-1], 1, cos.shape[-1])
 
 
+Backend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+"""A backend of torch.compile: from a graph and its inputs it makes a function that computes the graph."""
+
 JOINED, ROTATED = torch.ops.sparsekv.one_row_linears.default, torch.ops.sparsekv.rotated_heads.default
+
+MOVES = frozenset(
+    {aten.slice.Tensor, aten.reshape.default, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
+)
+"""Operators that compute nothing: views, and copies if a tensor's strides allow no view."""
+
+
+class OtherOperatorsError(RuntimeError):
+    """A graph computes something with other operators than this project's."""
+
+
+def joined_or(otherwise: Backend, device: str = "cuda") -> Backend:
+    """Return a backend that runs a graph operator by operator, if `JoinLinears` leaves only this project's operators.
+
+    Such a graph needs no kernels of torch's own compiler, which takes seconds to import and to run. Other graphs go to
+    the backend `otherwise`.
+
+    Args:
+        device: type of the devices whose products are joined.
+    """
+
+    def run_joined(module: GraphModule, _: list[Any]) -> GraphModule:
+        JoinLinears(device)(module.graph)
+        for node in module.graph.nodes:
+            target = node.target
+            if node.op == "call_function" and target not in MOVES and getattr(target, "namespace", "") != "sparsekv":
+                raise OtherOperatorsError(f"the graph has {target}")
+        module.recompile()
+        return module
+
+    traced: Backend = aot_autograd(fw_compiler=run_joined, decompositions=select_decomp_table())
+
+    def backend(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        try:
+            return traced(module, inputs)
+        except OtherOperatorsError:
+            return otherwise(module, inputs)
+
+    return backend
 
 
 class Product(NamedTuple):

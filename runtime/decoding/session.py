@@ -252,6 +252,11 @@ class Conversation:
             self._add(Turn(ids, answer.ids))
             return answer
 
+    def warm_up(self) -> None:
+        """Run a decode step over the stored prompt, before the first question; see `Engine.warm_up`."""
+        with exclusive(self.index.model):
+            Engine(self.index, self._cache()).warm_up()
+
     def lost_of_answer(self) -> str:
         """Return a line about the last answer if the chat template shows it only in part, or allows one question only.
 

@@ -36,6 +36,7 @@ def test_without_a_compiler_one_line_says_so(place: Path) -> None:
     assert refused.stderr.rstrip().endswith("use --compile off")
 
 
-def test_an_unknown_mode_is_refused(place: Path) -> None:
-    refused = run_here(*ASK, "--compile", "maybe")
+@pytest.mark.parametrize("command", [ASK, ("chat",), ("serve", "doc.skv")], ids=["generate", "chat", "serve"])
+def test_an_unknown_mode_is_refused(place: Path, command: tuple[str | int, ...]) -> None:
+    refused = run_here(*command, "--compile", "maybe")
     assert (refused.code, refused.stderr) == (2, "sparsekv: error: --compile maybe: choose one of auto, on, off\n")

@@ -22,10 +22,10 @@ ALWAYS = {
     "special-tokens force watch ray device dtype kv-dtype weights quiet",
     "generate": "index prompt-file batch-file model method lossless prefill max-new-tokens temperature raw "
     "special-tokens sources stats compile json device dtype weights quiet",
-    "chat": "index model weights method prefill max-new-tokens temperature raw special-tokens sources stats device "
-    "dtype quiet",
+    "chat": "index model weights method prefill max-new-tokens temperature raw special-tokens sources stats compile "
+    "device dtype quiet",
     "serve": "indices-from host port api-key-file cors batch-size max-queue timeout unread-timeout drain max-body "
-    "memory method prefill placement max-new-tokens temperature model weights device dtype quiet",
+    "memory method prefill placement max-new-tokens temperature model weights compile device dtype quiet",
     "trace": "index prompt-file model weights output truth without method prefill max-new-tokens raw special-tokens "
     "json device dtype quiet",
     "recall-report": "index method budget queries together by json latex markdown csv plot html device quiet",

@@ -18,7 +18,12 @@ from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from sparsekv.kernels.common.hook import route_attention
 from sparsekv.runtime.cache.index_cache import IndexCache
 from sparsekv.runtime.decoding.answer import Sampling, question_ids
-from sparsekv.runtime.decoding.compiled import WORTH_IT, compile_layers, worth_compiling
+from sparsekv.runtime.decoding.compiled import (
+    WORTH_COMPILING,
+    WORTH_JOINING,
+    backend_for,
+    compile_layers,
+)
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.methods.squeezed import Squeezed
 from sparsekv.runtime.selection.interface import Budget
@@ -79,13 +84,24 @@ def test_compiled_steps_of_several_sequences_give_the_same_answers(tmp_path: Pat
     assert not counters["graph_break"]
 
 
-def test_many_tokens_on_a_gpu_are_worth_compiling() -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert worth_compiling("auto", gpu, WORTH_IT)
-    assert not worth_compiling("auto", gpu, WORTH_IT - 1)
-    assert not worth_compiling("auto", cpu, WORTH_IT)
-    assert worth_compiling("on", cpu, 1)
-    assert not worth_compiling("off", gpu, WORTH_IT)
+@pytest.mark.parametrize(
+    ("mode", "device", "steps", "shape", "backend"),
+    [
+        ("auto", "cuda", WORTH_COMPILING, (1, 1), "inductor"),
+        ("auto", "cuda", WORTH_COMPILING, (1, 4), "inductor"),
+        ("auto", "cuda", WORTH_COMPILING - 1, (1, 1), "eager"),
+        ("auto", "cuda", WORTH_COMPILING - 1, (1, 4), None),
+        ("auto", "cuda", WORTH_JOINING, (1, 1), "eager"),
+        ("auto", "cuda", WORTH_JOINING - 1, (1, 1), None),
+        ("auto", "cpu", WORTH_COMPILING, (1, 1), None),
+        ("on", "cpu", 1, (1, 1), "inductor"),
+        ("off", "cuda", WORTH_COMPILING, (1, 1), None),
+    ],
+)
+def test_many_steps_on_a_gpu_are_worth_compiling(
+    mode: str, device: str, steps: int, shape: tuple[int, int], backend: str | None
+) -> None:
+    assert backend_for(mode, torch.device(device), steps, shape) == backend
 
 
 def test_compiling_leaves_kernels_where_they_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import DynamicCache
 
+from sparsekv.kernels.common.hook import route_attention
 from sparsekv.kernels.linear.quantised import (
     QuantisedLinear,
     Weight,
@@ -26,7 +27,7 @@ from sparsekv.kernels.linear.quantised import (
 )
 from sparsekv.runtime.decoding import joined_linears
 from sparsekv.runtime.decoding.compiled import compile_layers
-from sparsekv.runtime.decoding.joined_linears import JoinLinears
+from sparsekv.runtime.decoding.joined_linears import JoinLinears, joined_or
 
 CHANNELS = 64
 
@@ -132,6 +133,42 @@ def test_norms_gates_residuals_and_rope_of_models(family: str, layers: int, norm
     found, plain, exact, joints = _logits(family, bits)
     assert relative_error(found, exact) < 2 * relative_error(plain, exact)
     assert joints == [Joint(3, norm=True), Rotated(4, norms), *REST] * layers + [Joint(1)]
+
+
+def _given_to_others(family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[GraphModule], float, float]:
+    """Graphs of layers that `joined_or` gives to the other backend; errors of the compiled and of the eager model."""
+    model, exact = FAMILIES[family]().to(dtype), FAMILIES[family]()  # type: ignore[call-overload]
+    given: list[GraphModule] = []
+
+    def otherwise(module: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        given.append(module)
+        return module
+
+    ids, names = random_ids(1)[None], set(model._no_split_modules)
+    truth = exact(input_ids=ids).logits.double()
+    with route_attention(model, lambda call: call.values.repeat_interleave(2, 0)):  # attention to a single key
+        eager = model(input_ids=ids, use_cache=False).logits
+        for module in model.modules():
+            if type(module).__name__ in names:
+                module.compile(backend=joined_or(otherwise, "cpu"))
+        compiled = model(input_ids=ids, use_cache=False).logits
+    return given, relative_error(compiled, truth), relative_error(eager, truth)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_joined_layers_need_no_other_backend(family: str) -> None:
+    given, error, eager = _given_to_others(family)
+    assert not given
+    assert error < 2 * eager
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gemma3", torch.bfloat16), ("llama", torch.float32)])
+@torch.inference_mode()
+def test_other_layers_go_to_the_other_backend(family: str, dtype: torch.dtype) -> None:
+    given, error, eager = _given_to_others(family, dtype)
+    assert given
+    assert error <= eager + 1e-6
 
 
 @pytest.mark.slow

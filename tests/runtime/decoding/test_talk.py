@@ -58,6 +58,12 @@ def test_a_talk_that_reads_everything_is_the_plain_models(
     assert answers == plain_of_family
 
 
+def test_a_step_before_the_talk_changes_nothing(full_index: OpenIndex, plain: list[list[int]]) -> None:
+    talk = Conversation(full_index, setting("squeezed"))
+    talk.warm_up()
+    assert [talk.ask(question, SAMPLING).ids for question in QUESTIONS] == plain
+
+
 def test_steps_whose_lengths_lie_on_the_device_go_on_too(
     family_index: OpenIndex, plain_of_family: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
