@@ -30,7 +30,7 @@ from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command, left_out
 from sparsekv.formats.errors import check_choice
 from sparsekv.runtime.attention.config import Dense
-from sparsekv.runtime.decoding.compiled import MODES, WORTH_JOINING, backend_for, compile_steps
+from sparsekv.runtime.decoding.compiled import MODES, WORTH_JOINING
 from sparsekv.runtime.decoding.early import EarlyReading
 from sparsekv.runtime.selection.interface import methods
 
@@ -91,6 +91,7 @@ def chat(options: ChatOptions) -> None:
     # Imported here, so that --help does not wait seconds for transformers.
     from sparsekv.cli.chatting.loop import HOW, converse, piped_questions
     from sparsekv.cli.chatting.session import Chat, describe
+    from sparsekv.cli.common.compiling import compile_or_note
     from sparsekv.cli.common.loading import OpeningTimes, load_for
     from sparsekv.runtime.decoding.session import Conversation
 
@@ -108,8 +109,7 @@ def chat(options: ChatOptions) -> None:
     load = partial(load_for, artifact, *named, quiet=quiet, weights=options.weights)
     opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
-    if backend := backend_for(options.compiled, opened.model.device, WORTH_JOINING):
-        compile_steps(opened.model, talk.warm_up, backend)
+    compile_or_note(options.compiled, opened.model, talk.warm_up, WORTH_JOINING, quiet=not options.stats)
     note_small_budgets([config.budget], quiet=quiet)
     note_short_document(config, quiet=quiet)
     if options.stats:  # at a terminal, the first line shows the method

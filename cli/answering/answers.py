@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from sparsekv.cli.answering.options import AT_ONCE, GenerateOptions
-from sparsekv.cli.common.console import note, note_plain
+from sparsekv.cli.common.compiling import compile_or_note
+from sparsekv.cli.common.console import note_plain
 from sparsekv.cli.common.questions import read_lines, read_question
 from sparsekv.formats.device import choose_device
 from sparsekv.formats.documents.plain_text import encode_text
-from sparsekv.formats.errors import SparsekvError, UsageError
+from sparsekv.formats.errors import UsageError
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.answer import NO_ANSWER, Answer, Sampling, answer_room, question_ids
-from sparsekv.runtime.decoding.compiled import backend_for, compile_steps
 from sparsekv.runtime.decoding.engine import Engine, Request, pack, why_alone
 from sparsekv.runtime.decoding.lossless import DraftingEngine
 from sparsekv.runtime.decoding.open import OpenIndex
@@ -201,26 +201,16 @@ class Schedule:
         return self.engine.told if isinstance(self.engine, DraftingEngine) else ""
 
     def compile(self, mode: str, *, quiet: bool) -> None:
-        """Compile the model's layers if the mode is `on`, or if it is `auto` and the answers may take enough steps.
+        """Compile the model's layers as `--compile` says, for the number of steps that the answers may take.
 
-        `mode` is the value of `--compile`. After a failure a note is printed, except in the cases below.
-
-        Raises:
-            SparsekvError: the layers cannot be compiled, and the mode is `on` or there are several ranks. The other
-                ranks would wait in a step that this rank cannot take.
+        Raises the errors of `compile_or_note`.
         """
-        model, slots, shape = self.engine.index.model, self.engine.slots, self.engine.cache.step_shape
-        tokens = sum(one is not None for one in self.questions) * self.sampling.max_new_tokens
-        backend = backend_for(mode, model.device, tokens // slots, shape)
-        if backend is None:
-            return
-        try:
-            seconds = compile_steps(model, self.engine.warm_up, backend, shape=shape)
-            note(f"compiled in {seconds:.1f} s", quiet=quiet)
-        except SparsekvError as error:
-            if mode == "on" or self.ranks is not None:
-                raise
-            note(f"not compiled: {error}", quiet=quiet)
+        slots, shape = self.engine.slots, self.engine.cache.step_shape
+        steps = sum(one is not None for one in self.questions) * self.sampling.max_new_tokens // slots
+        alone = self.ranks is None
+        compile_or_note(
+            mode, self.engine.index.model, self.engine.warm_up, steps, shape=shape, alone=alone, quiet=quiet
+        )
 
     def answers(self, on_text: Callable[[str], None]) -> Iterator[Answer]:
         """Yield the answers in the order of the questions, each as soon as it and all earlier answers are finished.

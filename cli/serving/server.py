@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparsekv.cli.answering.faster import take_faster_for_numbers
 from sparsekv.cli.answering.options import SamplingOptions, refuse_with_auto
+from sparsekv.cli.common.compiling import compile_or_note
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.loading import load_for
 from sparsekv.cli.common.method_options import note_small_budgets
@@ -48,7 +49,7 @@ from sparsekv.formats.index.reader import Artifact
 from sparsekv.formats.models.load import LoadedModel, identify
 from sparsekv.runtime.attention.config import DecodeConfig, Dense
 from sparsekv.runtime.decoding.choose_config import choose_config, idle_budget
-from sparsekv.runtime.decoding.compiled import MODES, WORTH_JOINING, backend_for, compile_steps
+from sparsekv.runtime.decoding.compiled import MODES, WORTH_JOINING
 from sparsekv.runtime.decoding.open import OpenIndex, open_index
 from sparsekv.runtime.decoding.threads import exclusive
 from sparsekv.runtime.serving.scheduler import Scheduler
@@ -289,9 +290,7 @@ def _warm_up(options: ServeOptions, scheduler: Scheduler, shelf: Shelf, model: P
         for served in shelf.opened():
             scheduler.warm_up(served.name, config_of(served))
 
-    if backend := backend_for(options.compiled, model.device, WORTH_JOINING):
-        compile_steps(model, warm_up, backend)
-    else:
+    if not compile_or_note(options.compiled, model, warm_up, WORTH_JOINING, quiet=options.quiet):
         warm_up()
 
 

@@ -255,7 +255,11 @@ class Conversation:
     def warm_up(self) -> None:
         """Run a decode step over the stored prompt, before the first question; see `Engine.warm_up`."""
         with exclusive(self.index.model):
-            Engine(self.index, self._cache()).warm_up()
+            try:
+                Engine(self.index, self._cache()).warm_up()
+            except BaseException:
+                self._asker = None  # layers may have different numbers of rows
+                raise
 
     def lost_of_answer(self) -> str:
         """Return a line about the last answer if the chat template shows it only in part, or allows one question only.

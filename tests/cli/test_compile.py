@@ -1,5 +1,6 @@
 """`generate --compile`."""
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,9 +29,13 @@ def test_compiled_layers_give_the_same_answer(place: Path) -> None:
     assert "compiled in" not in plain.stderr
 
 
-def test_without_a_compiler_one_line_says_so(place: Path) -> None:
+@pytest.mark.parametrize("command", [ASK, ("chat", "--model", "model")], ids=["generate", "chat"])
+def test_without_a_compiler_one_line_says_so(
+    place: Path, command: tuple[str | int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
     with torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/c++")}):
-        refused = run_here(*ASK, "--compile", "on")
+        refused = run_here(*command, "--compile", "on")
     assert refused.code == 1
     assert "the model's layers cannot be compiled here: " in refused.stderr
     assert refused.stderr.rstrip().endswith("use --compile off")
