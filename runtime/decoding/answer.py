@@ -219,33 +219,33 @@ def own_endings(model: PreTrainedModel) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
-OF_GREEDY_ANSWERS = (
-    "repetition_penalty",
-    "encoder_repetition_penalty",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "bad_words_ids",
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "min_new_tokens",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "stop_strings",
-    "guidance_scale",
-    "num_beams",
-    "watermarking_config",
-    "max_time",
-)
+OF_GREEDY_ANSWERS: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "min_new_tokens": 0,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "stop_strings": [],
+    "guidance_scale": 1,
+    "num_beams": 1,
+    "watermarking_config": None,
+    "max_time": None,
+}
 """Settings of a `generation_config` that change or end greedy answers of transformers' `generate`.
 
-Answers over an index ignore these settings."""
+Answers over an index ignore these settings. Each has its value without effect; None has no effect for any of them."""
 
 
 def unused_settings(model: PreTrainedModel) -> str:
     """Return a line that names the settings of `OF_GREEDY_ANSWERS` in a model's `generation_config`; empty for none."""
     values = {name: getattr(model.generation_config, name, None) for name in OF_GREEDY_ANSWERS}
-    changing = {name: value for name, value in values.items() if value and value != 1}
+    changing = {name: one for name, one in values.items() if one not in (None, OF_GREEDY_ANSWERS[name])}
     named = [f"{name} {value}" if isinstance(value, int | float) else name for name, value in changing.items()]
     if not named:
         return ""

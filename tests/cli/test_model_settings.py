@@ -34,3 +34,12 @@ def test_those_that_change_no_greedy_answer_are_not(place: Path) -> None:
     outcome = run_here(*ASK)
     assert outcome.code == 0, outcome.stderr
     assert "generation_config" not in outcome.stderr
+
+
+def test_numbers_of_0_and_1_are_told_where_they_change_an_answer(place: Path) -> None:
+    """No token twice, no end as the first token, and token 0 as the last one."""
+    changing = {"no_repeat_ngram_size": 1, "min_new_tokens": 1, "forced_eos_token_id": 0}
+    _with_settings(place, **changing, repetition_penalty=1, suppress_tokens=[], guidance_scale=1)
+    outcome = run_here(*ASK)
+    assert outcome.code == 0, outcome.stderr
+    assert TOLD.format(", ".join(f"{name} {value}" for name, value in changing.items())) in outcome.stderr.splitlines()
