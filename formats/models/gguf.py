@@ -29,7 +29,7 @@ from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, seal, silent_transformers, whole_folder
 from sparsekv.formats.user.cache import cache_root, read_small, replace_small
 
-FORM = 5
+FORM = 6
 """Version of the code that converts files. Increase the version when a file would be converted otherwise or refused."""
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -40,6 +40,10 @@ KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece"}
 
 GEMMAS = ("gemma", "gemma2", "gemma3")
 """Architectures with Gemma's SentencePiece tokenizer: token ids, not scores, give the order of merges."""
+
+KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+"""Special tokens of Phi-3 that keep white space after them. Its other special tokens, such as `<|user|>`, take it in,
+which GGUF files do not say. llama.cpp has the same list."""
 
 BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 AS_GPT2 = ("gpt-2", "phi-2", "olmo", "mpt")
@@ -351,8 +355,13 @@ def build_tokenizer(reader: GGUFReader) -> PreTrainedTokenizerBase:
         for one, kind in zip(tokens, types, strict=True)
         if kind in (CONTROL, USER_DEFINED) and not (is_gemma and one.startswith(SPACE))
     ]
+    strips = kind == "llama" and _one(reader, "general.architecture", "") == "phi3"
     tokenizer.add_special_tokens(
-        [AddedToken(one, special=True, normalized=False) for one, kind in added if kind == CONTROL]
+        [
+            AddedToken(one, special=True, normalized=False, rstrip=strips and one not in KEEP_SPACE)
+            for one, kind in added
+            if kind == CONTROL
+        ]
     )
     tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one, kind in added if kind != CONTROL])
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}

@@ -290,6 +290,23 @@ def test_sentencepiece_merges_by_score_and_spells_the_unknown_in_bytes(text: str
     assert tokenizer.decode(tokenizer("  the thesis\n").input_ids, skip_special_tokens=True) == "  the thesis\n"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "pieces"),
+    [
+        ("phi3", [SPECIAL_TOKENS[1], "\u2581the", SPECIAL_TOKENS[2], SPECIAL_TOKENS[1], "<s>", "\u2581", "<0x0A>"]),
+        ("llama", [SPECIAL_TOKENS[1], "\u2581", "<0x0A>", "the", SPECIAL_TOKENS[2], "\u2581", "<0x0A>",
+                   SPECIAL_TOKENS[1], "<s>", "\u2581", "<0x0A>"]),
+    ],
+)  # fmt: skip
+def test_special_tokens_of_phi3_take_in_the_white_space_after_them(architecture: str, pieces: list[str]) -> None:
+    """As those of its own tokenizer, in which they have `rstrip`; a GGUF file does not have this property."""
+    changes = {"general.architecture": architecture, "tokenizer.ggml.add_bos_token": False}
+    file = write_gguf(Path("tiny.gguf"), tiny_qwen2(PIECES), **SENTENCEPIECE | changes)
+    tokenizer = build_tokenizer(GGUFReader(file))
+    _, start, end, _ = SPECIAL_TOKENS
+    assert tokenizer.convert_ids_to_tokens(tokenizer(f"{start}\nthe{end}\n{start}<s>\n").input_ids) == pieces
+
+
 def test_a_file_that_adds_no_space_before_a_text_gets_none() -> None:
     write_gguf(Path("tiny.gguf"), tiny_qwen2(PIECES), **SENTENCEPIECE, **{"tokenizer.ggml.add_space_prefix": False})
     tokenizer = load_tokenizer("tiny.gguf")
