@@ -305,7 +305,7 @@ def quantise_linears(model: PreTrainedModel, bits: int) -> float:
     not rounded, because they are not linear layers.
 
     Returns:
-        the share of the model's weights that were rounded, embedding excluded.
+        the share of the model's weights that were rounded. Embeddings are not counted, such as Gemma 3n's per layer.
     """
     rounded = 0
     for name in [name for name, module in model.named_modules() if _is_plain_linear(name, module)]:
@@ -316,8 +316,8 @@ def quantise_linears(model: PreTrainedModel, bits: int) -> float:
         made = round_to_int8(weight) if bits == 8 else round_to_int4(weight)
         model.set_submodule(name, QuantisedLinear(made, bias, weight.dtype))
         rounded += weight.numel()
-    embedding: Any = model.get_input_embeddings()
-    left = sum(one.numel() for one in model.parameters()) - int(embedding.weight.numel())
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    left = sum(one.numel() for one in model.parameters() if one not in tables)
     return rounded / (rounded + left)
 
 

@@ -72,6 +72,15 @@ def test_routers_gates_and_fused_experts_stay() -> None:
     assert share == pytest.approx(rounded / (rounded + left))
 
 
+def test_embeddings_of_layers_do_not_count_as_weights_that_stay() -> None:
+    """Gemma 3n's have as many weights as all its layers, which have no experts."""
+    model = tiny_model(tiny_config("gemma3n_text"))
+    embeddings = model.model.embed_tokens_per_layer
+    before = sum(one.numel() for one in model.parameters()) - embeddings.weight.numel()
+    embeddings.weight = nn.Parameter(torch.zeros(before, 1))
+    assert quantise_linears(model, 8) > 0.9
+
+
 @pytest.mark.parametrize(("family", "router"), [("jetmoe", "mlp.router.layer"), ("hunyuan_v1_moe", "mlp.gate.wg")])
 def test_linear_layers_within_routers_stay(family: str, router: str) -> None:
     model = tiny_model(tiny_config(family))
