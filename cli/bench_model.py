@@ -7,7 +7,7 @@ import typer
 
 from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, ITERATIONS, BenchModelOptions
 from sparsekv.cli.common.console import note
-from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.method_options import note_budgets, with_options
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.formats.errors import SparsekvError
 from sparsekv.formats.index.schema import AUTO, weights_named
@@ -59,7 +59,7 @@ def bench_model(options: BenchModelOptions) -> None:
     building = partial(mixture_indexers, parameters=options.parameters, seed=options.steps.seed)
     report = partial(note, quiet=options.run.quiet)
     timer = ModelTimer(what, options.parameters, list(indexers()), building, report)
-    note_small_budgets(timer.budgets, quiet=options.run.quiet)
+    note_budgets(timer.budgets, quiet=options.run.quiet)
     rows = timer.run()
     print_model_rows(rows, timer.about(), options.format)
     if timer.refused:

@@ -16,7 +16,7 @@ from sparsekv.cli.answering.options import (
     TimedAttentionOptions,
 )
 from sparsekv.cli.common.console import note
-from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.method_options import note_budgets, with_options
 from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.options import (
     CompileOption,
@@ -110,7 +110,7 @@ def chat(options: ChatOptions) -> None:
     opened = load(hold=placement == "device", loaded_in=times.loaded, early=early)
     talk = Conversation(opened, config, raw=options.raw, special_tokens=options.special_tokens)
     compile_or_note(options.compiled, opened.model, talk.warm_up, WORTH_JOINING, quiet=not options.stats)
-    note_small_budgets([config.budget], quiet=quiet)
+    note_budgets([config.budget], artifact.manifest.split.middle, quiet=quiet)
     note_short_document(config, quiet=quiet)
     if options.stats:  # at a terminal, the first line shows the method
         times.show("" if piped is None else f"answers by {describe(config)}", artifact.manifest)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sparsekv.cli.common.console import note, progress
-from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.method_options import note_budgets, with_options
 from sparsekv.cli.configuring.sources import Command
 from sparsekv.cli.evaluating.options import BUILDING, EvalCall, EvalOptions
 from sparsekv.cli.evaluating.output import (
@@ -58,7 +58,7 @@ def evaluate_methods(call: EvalCall) -> None:
     recipe, inputs = EvalRecipe.of(options), options.inputs()
     call.refuse_idle(recipe.methods)
     call.note_unread()
-    note_small_budgets(recipe.budgets, quiet=options.run.quiet)
+    note_budgets(recipe.budgets, quiet=options.run.quiet)
     comparison = recipe.load()
     asked = read_contexts(inputs, comparison)
     check_room(comparison, asked)

@@ -7,7 +7,7 @@ import typer
 from sparsekv.cli.answering.idle import note_idle_method, note_idle_seed, note_prefill_alone, note_short_document
 from sparsekv.cli.answering.options import GenerateOptions
 from sparsekv.cli.common.console import note, say
-from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.method_options import note_budgets, with_options
 from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.configuring.sources import Command
@@ -73,7 +73,7 @@ def generate(options: GenerateOptions) -> None:
     output.note_eos_tokens(opened)
     asked = questions.encode(opened)[len(output.done) :]
     schedule = Schedule.open(opened, config, sampling, asked, at_once, ranks, options.sources or 0)
-    note_small_budgets([config.budget], quiet=options.quiet)
+    note_budgets([config.budget], artifact.manifest.split.middle, quiet=options.quiet)
     note_short_document(config, quiet=options.quiet or options.with_stats)
     if options.with_stats:
         dense = f", the first {config.dense_layers} layers dense" if config.dense_layers else ""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsekv.cli.common.console import note, progress, say
-from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.method_options import note_budgets, with_options
 from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.options import (
     FormatOptions,
@@ -253,7 +253,7 @@ def recall_report(options: ReportOptions) -> None:
     if residual:
         residual_source(artifact)
     queries = _queries(options, artifact, together)
-    note_small_budgets(budgets, quiet=options.run.quiet)
+    note_budgets(budgets, artifact.manifest.split.middle, quiet=options.run.quiet)
     with progress(quiet=options.run.quiet) as tell:
         report = measure(
             artifact,

@@ -11,7 +11,7 @@ import typer
 from sparsekv.cli.answering.idle import note_idle_method, note_prefill_alone
 from sparsekv.cli.answering.options import AttentionOptions, MaxNewTokensOption, RawOption, SamplingOptions
 from sparsekv.cli.common.console import note, waiting
-from sparsekv.cli.common.method_options import note_small_budgets, with_options
+from sparsekv.cli.common.method_options import note_budgets, with_options
 from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.options import (
     IndexOption,
@@ -120,7 +120,7 @@ def trace(options: TraceOptions) -> None:
     ids = question_ids(opened, question, raw=options.raw, special_tokens=options.special_tokens)
     traced = TracedIndex(opened, config)
     hidden = traced.hide(options.without) if options.without else None
-    note_small_budgets([config.budget], quiet=options.run.quiet)
+    note_budgets([config.budget], artifact.manifest.split.middle, quiet=options.run.quiet)
     note(config.origin, quiet=options.run.quiet or not config.origin)
     answer, document = _traced(options, traced, ids)
     document["question"] = question

@@ -9,7 +9,7 @@ import torch
 from sparsekv.cli.benchmarking.options import DEFAULT_BUDGETS, BenchOptions
 from sparsekv.cli.benchmarking.output import mixture_indexers, print_rows
 from sparsekv.cli.common.console import note
-from sparsekv.cli.common.method_options import note_small_budgets
+from sparsekv.cli.common.method_options import note_budgets
 from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.process import resume_collector
 from sparsekv.cli.configuring.sources import on_command_line
@@ -37,7 +37,7 @@ def run(options: BenchOptions) -> None:
     resume_collector()
     runs = check_runs(RUNS[where.type] if options.runs is None else options.runs)
     timer = _timer(options, where)
-    note_small_budgets(timer.budgets, quiet=options.run.quiet)
+    note_budgets(timer.budgets, quiet=options.run.quiet)
     note(f"timing {', '.join(timer.methods)}", quiet=options.run.quiet)
     timed = timer.run(clock_for(where, runs, cold=not options.warm))
     about = _about(options, timer, timed, where)

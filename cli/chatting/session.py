@@ -14,7 +14,7 @@ from rapidfuzz.distance import DamerauLevenshtein
 from sparsekv.cli.answering.options import Choices
 from sparsekv.cli.answering.session import refuse_unsavable, save_session
 from sparsekv.cli.common.console import note
-from sparsekv.cli.common.method_options import note_small_budgets
+from sparsekv.cli.common.method_options import note_budgets
 from sparsekv.cli.common.questions import AnswerStream
 from sparsekv.cli.common.stats import note_cut, print_sources, print_stats
 from sparsekv.cli.pages.trace import describe_size, refuse_unwritable, write
@@ -273,7 +273,7 @@ def budget(session: Chat, argument: str) -> None:
     if argument:
         session.switch(session.choices.other_budget(session.talk.config, argument))
         session.choices.budget = session.talk.config.budget
-        note_small_budgets([session.talk.config.budget], quiet=session.quiet)
+        note_budgets([session.talk.config.budget], session.talk.index.split.middle, quiet=session.quiet)
         if told := idle_budget(session.talk.config.attention, f"/budget {argument}"):
             note(told, quiet=session.quiet)
     else:

@@ -1,5 +1,5 @@
-"""Make command-line options from dataclasses: a command's own options and the methods' options. Also a note about
-tiny budgets."""
+"""Make command-line options from dataclasses: a command's own options and the methods' options. Also notes about
+unusual budgets."""
 
 import functools
 import inspect
@@ -22,14 +22,28 @@ if TYPE_CHECKING:  # the module imports torch, and --help needs torch only for m
 FEW = 32
 
 
-def note_small_budgets(budgets: "Iterable[Budget]", *, quiet: bool) -> None:
-    """Print a note for each budget that is a number below FEW of tokens, because the user may have meant percent."""
+def note_budgets(budgets: "Iterable[Budget]", middle: int | None = None, *, quiet: bool) -> None:
+    """Print a note for each budget that is an unusual number of tokens: below FEW, or more than the document has.
+
+    In place of a number below FEW the user may have meant percent.
+
+    Args:
+        middle: number of the document's tokens between sinks and tail, which a method selects from; None: unknown.
+    """
     for budget in budgets:
-        if not budget.is_share and budget.value < FEW:
+        if budget.is_share:
+            continue
+        if budget.value < FEW:
             tokens = "one token" if budget.value == 1 else f"{budget.value} tokens"
             note(
                 f"--budget {budget.value} is {tokens} of the document; {budget.value}% is written {budget.value}% or "
                 f"{budget.value / 100:g}",
+                quiet=quiet,
+            )
+        if middle is not None and budget.value > middle:
+            note(
+                f"--budget {budget.value} is more than the {middle:,} tokens between sinks and tail: each step reads "
+                "all of them",
                 quiet=quiet,
             )
 

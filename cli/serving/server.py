@@ -25,7 +25,7 @@ from sparsekv.cli.answering.options import SamplingOptions, refuse_with_auto
 from sparsekv.cli.common.compiling import compile_or_note
 from sparsekv.cli.common.console import note, say
 from sparsekv.cli.common.loading import load_for
-from sparsekv.cli.common.method_options import note_small_budgets
+from sparsekv.cli.common.method_options import note_budgets
 from sparsekv.cli.common.open_artifact import open_artifact
 from sparsekv.cli.common.process import refuse_little_room
 from sparsekv.cli.common.streams import flush_streams, outlive_reader
@@ -252,7 +252,7 @@ def run(options: ServeOptions) -> None:
     limits = _limits(options)
     opened = _first(options, artifacts[first], configs[first])
     beside = partial(_beside, options, opened.loaded, folders[first])
-    note_small_budgets([config.budget for config in configs.values()], quiet=options.quiet)
+    note_budgets([config.budget for config in configs.values()], quiet=options.quiet)
     if options.budget is not None and (told := idle_budget(configs[first].attention, f"--budget {options.budget}")):
         note(told, quiet=options.quiet)
 

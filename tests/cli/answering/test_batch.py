@@ -138,6 +138,11 @@ def test_a_small_budget_and_reading_more_than_everything_are_told(place: Path) -
     assert "--budget" not in run_here("generate", "Why?", "--max-new-tokens", "2", "--budget", "5%").stderr
     one = run_here("recall-report", "--budget", "1", "--method", "window")
     assert "--budget 1 is one token of the document; 1% is written 1% or 0.01\n" in one.stderr
+    for command in (("generate", "Why?", "--max-new-tokens", "2"), ("recall-report", "--method", "window")):
+        many = run_here(*command, "--budget", "99999")
+        assert many.code == 0
+        assert many.stderr.count("--budget 99999 is more than the ") == 1
+        assert " tokens between sinks and tail: each step reads all of them\n" in many.stderr
     full = run_here("generate", "Why?", "--max-new-tokens", "2", "--budget", "100%", "--stats", "--method", "squeezed")
     assert (
         "more than all keys and values: it reads its index beside the selected keys and values; --method dense"
