@@ -68,7 +68,10 @@ class ReportOptions:
     ] = None
     budget: Annotated[
         list[str] | None,
-        typer.Option(help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 2%, 5% and 10%."),
+        typer.Option(
+            help="Share (0.05, 5%) or number of tokens to attend to; repeatable. Default: 2%, 5%, 10%, and the budgets "
+            "that answers of these methods have."
+        ),
     ] = None
     queries: Annotated[
         str | None,
@@ -240,13 +243,17 @@ def recall_report(options: ReportOptions) -> None:
     sparsekv recall-report --index manual.skv --queries questions.txt --plot recall.png --html recall.html
     """
     options.check()
-    where, budgets = choose_device(options.run.device), Budget.parse_each(options.budget or DEFAULT_BUDGETS)
+    where = choose_device(options.run.device)
     groups, together = options.groups, options.numbers_together
     artifact = open_artifact(options.index, thorough=True)
     names = methods_of(artifact, options.method or [])
     configured = _configured(names, options.parameters)
     compared = [form for name in names for form in forms(artifact, name, configured.get(name), residual=True)]
     options.refuse_idle(compared)
+    budgets = Budget.parse_each(options.budget or DEFAULT_BUDGETS)
+    if not options.budget:  # with the budgets of answers, which depend on the length of the document
+        middle = artifact.manifest.split.middle
+        budgets = list(dict.fromkeys([*budgets, *(one.method.default_budget(middle) for one in compared)]))
     residual = options.residual and any(one.residual for one in compared)
     # A --guard of sparsekv.toml that changes none of these methods is ignored.
     guard = None if options.guard is None or not options.guarded(compared) else Guard(options.guard)

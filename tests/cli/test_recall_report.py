@@ -6,6 +6,7 @@ import shutil
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 from support.command import run_here
 from support.sealing import Fields, Tensors, change_tensors, reseal
@@ -26,6 +27,15 @@ def test_methods_without_a_row_are_told_where_none_was_named(place: Path) -> Non
     assert "csattention" in lacking.partition(";")[0]
     assert "`sparsekv build-index doc.skv --method " in lacking
     assert "this index lacks" not in run_here(*REPORT[:-1]).stderr
+
+
+def test_the_budget_that_answers_have_is_measured_by_default(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekv.runtime.methods.codes.ENOUGH", 7)  # as if the document were long
+    assert run_here("build-index", "doc.skv", "--method", "codes", "-q").code == 0
+    asked = run_here("generate", "Why?", "--method", "codes", "--stats", "--max-new-tokens", "1")
+    assert "answers by codes, budget 1.5%" in asked.stderr
+    rows = json.loads(run_here("recall-report", "--method", "codes", "--json").stdout)["rows"]
+    assert {row["budget"] for row in rows} == {0.015, 0.02, 0.05, 0.1}
 
 
 def test_csv_and_json_have_the_same_names_and_the_tables_are_theirs(place: Path) -> None:
