@@ -28,13 +28,16 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     return "" if near is None else f" (did you mean {near}?)"
 
 
-def nearest(given: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to `given`; None if none reaches a similarity of `NEAR`."""
+def nearest(given: str, known: Iterable[str], *, parts: bool = True) -> str | None:
+    """Return the known name that is most similar to `given`; None if none reaches a similarity of `NEAR`.
+
+    With `parts`, a name is also similar if a part of it is.
+    """
     from rapidfuzz import fuzz, process  # imported here to keep --help fast
 
     names = [*known]
     # The plain ratio comes first: WRatio also scores substrings, and would prefer tidaldecode to codes for `code`.
-    for alike in (fuzz.ratio, fuzz.WRatio):
+    for alike in (fuzz.ratio, fuzz.WRatio) if parts else (fuzz.ratio,):
         found = process.extractOne(given, names, scorer=alike, score_cutoff=NEAR, processor=str.lower)
         if found is not None:
             return str(found[0])

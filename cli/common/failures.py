@@ -148,14 +148,18 @@ def _meant(given: str, options: Sequence[str]) -> str:
 def _near(given: str, options: Sequence[str]) -> list[str]:
     """Return the options that begin with `given`, or else the most similar long option; empty if none is similar.
 
+    An option is also similar if `given` is one or several of its words, as `tokens` is of `max-new-tokens`.
+
     Typer's own suggestions are not used, because they may be options that are not similar.
     """
     begin = [name for name in options if given.strip("-") and name.startswith(given)]
     if begin or not given.startswith("--"):
         return begin
     # Compare names without the dashes, which would make all options look similar.
-    near = nearest(given[2:], [name[2:] for name in options])
-    return [] if near is None else [f"--{near}"]
+    near = nearest(given[2:], [name[2:] for name in options], parts=False)
+    if near is not None:
+        return [f"--{near}"]
+    return [name for name in options if f"-{given[2:]}-" in f"{name[1:]}-"]
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:

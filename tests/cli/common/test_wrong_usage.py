@@ -89,3 +89,11 @@ def test_an_option_that_there_is_not_may_have_been_a_question() -> None:
 def test_an_index_that_is_an_argument_is_told_with_the_right_command(arguments: str, told: str) -> None:
     command = arguments.split()[0]
     assert run_here(*arguments.split()).error() == f"{command} takes an index as an argument: `{told}`"
+
+
+def test_an_option_that_only_shares_letters_is_not_suggested() -> None:
+    told = run_here("eval", "doc.txt", "--samples", "5").error()
+    assert "did you mean" not in told
+    assert "`sparsekv eval --help` says what there is" in told
+    assert "(did you mean --contexts?)" in run_here("eval", "doc.txt", "--contxts", "5").error()
+    assert "--max-new-tokens" in run_here("eval", "doc.txt", "--tokens", "5").error()
