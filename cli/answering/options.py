@@ -96,7 +96,7 @@ SourcesOption = Annotated[
         metavar="N",
         parser=_sources,
         help="Show the N passages (up to 64) of the document that the answer attended to most, each with its file, its "
-        "lines (in a PDF, its page), its share of this attention and its text.",
+        "lines (in a PDF, its page), its share of this attention and its text. manual:77 is line 77 of the document.",
     ),
 ]
 StatsOption = Annotated[

@@ -141,3 +141,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "told"), REFUSED, ids=lambda one: str(one)[:40])
 def test_refusals(place: Path, options: tuple[str, ...], told: str) -> None:
     fails(2, *ASK, QUESTION, *options, says=(told,))
+
+
+def test_the_help_says_that_a_source_names_a_line() -> None:
+    assert "manual:77 is line 77 of the document" in " ".join(run_here("generate", "--help").stdout.split())
