@@ -32,6 +32,7 @@ from sparsekv.formats.models.load import load_tokenizer, tokenizer_identity
 from sparsekv.indexing.indexers.interface import indexers
 from sparsekv.runtime.reporting.report import LayerDescription, describe_layers
 from sparsekv.runtime.selection.cluster_statistics import Cluster
+from sparsekv.runtime.selection.interface import methods
 from sparsekv.runtime.selection.registry import methods_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and a summary needs no tokenizer
@@ -240,6 +241,7 @@ def _inspection(
         "methods": {
             name: {
                 **manifest.methods[name].model_dump(include={"revision", "seed", "parameters", "calibration"}),
+                "default_budget": methods()[name].default_budget(manifest.split.middle).value,
                 **_clusters(found, layer, words),
                 "lists": [{"layer": one.layer, **asdict(one.lists)} for one in found if one.lists is not None],
             }

@@ -84,6 +84,7 @@ def print_inspection(inspection: dict[str, Any], *, by_layer: bool) -> None:
     for name, method in inspection["methods"].items():
         parameters = ", ".join(f"{key} {value}" for key, value in method["parameters"].items())
         show("", Text.assemble((printable(name), "bold"), f": {printable(parameters)}"))
+        show(f"default budget: {Budget(method['default_budget']).told(inspection['split']['middle'])}")
         show(*_held_out(method["calibration"]))
         for part, table in (TABLES | (BY_LAYER if by_layer else {})).items():
             if method[part]:

@@ -201,3 +201,12 @@ def _without_value_centroids(folder: Path) -> None:
         change_tensors(
             folder, name, lambda tensors: {key: rows for key, rows in tensors.items() if "value_centroids" not in key}
         )
+
+
+def test_the_default_budget_is_told_in_the_words_of_stats(place: Path) -> None:
+    told = run_here("generate", "Why?", "--max-new-tokens", "1", "--stats", "--budget", "10%").stderr
+    budget = told.partition("budget ")[2].partition(")")[0] + ")"
+    shown = run_here("inspect", "--index", "doc.skv").stdout
+    assert shown.count(f"default budget: {budget}\n") == 2
+    methods = json.loads(run_here("inspect", "--index", "doc.skv", "--json").stdout)["methods"]
+    assert {name: one["default_budget"] for name, one in methods.items()} == {"multipole": 0.1, "squeezed": 0.1}
