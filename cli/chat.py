@@ -113,7 +113,7 @@ def chat(options: ChatOptions) -> None:
     note_budgets([config.budget], artifact.manifest.split.middle, quiet=quiet)
     note_short_document(config, quiet=quiet)
     if options.stats:  # at a terminal, the first line shows the method
-        times.show("" if piped is None else f"answers by {describe(config)}", artifact.manifest)
+        times.show("" if piped is None else f"answers by {describe(config)}", artifact.manifest, opened.dtype)
     sources, dtype = options.sources or 0, options.run.dtype
     session = Chat(talk, choices, sampling, stats=options.stats, quiet=quiet, dtype=dtype, sources=sources)
     if piped is None:

@@ -80,7 +80,7 @@ def generate(options: GenerateOptions) -> None:
         budget = config.budget.told(artifact.manifest.split.middle)
         how = f"{config.origin or f'answers by {config.attention.name}, budget {budget}'}{dense}"
         how = "answers by dense attention, from drafts (--lossless)" if config.lossless else how
-        times.show(how, artifact.manifest)
+        times.show(how, artifact.manifest, opened.dtype)
     schedule.compile(options.compiled, quiet=not options.with_stats)
     questions.note_plain(opened, len(output.done), quiet=options.quiet)
     answer = output.show(questions.texts, schedule.answers(output.piece), schedule.engine.slots)

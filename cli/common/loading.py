@@ -24,7 +24,9 @@ from sparsekv.runtime.decoding.load import load_and_open, with_weights
 from sparsekv.runtime.decoding.open import OpenIndex
 from sparsekv.runtime.selection.interface import methods
 
-if TYPE_CHECKING:  # only ranks need torch.distributed
+if TYPE_CHECKING:  # --help needs no torch, and only ranks need torch.distributed
+    import torch
+
     from sparsekv.formats.distributed.group import Ranks
 
 
@@ -147,15 +149,18 @@ class OpeningTimes:
         """Record the seconds that loading the model took."""
         self._loading = seconds
 
-    def show(self, by: str, manifest: Manifest) -> None:
+    def show(self, by: str, manifest: Manifest, computed_in: "torch.dtype") -> None:
         """Print notes with the method, the dtype of keys and values, and both times. Call this once the index is open.
 
         Args:
             by: describes the method that answers questions; empty: the method is shown elsewhere.
             manifest: manifest of the index.
+            computed_in: dtype of the model, which may differ from that of the index.
         """
         opening = time.perf_counter() - self._began - self._loading
-        note(f"{by}{', ' * bool(by)}keys and values in {counted_dtype(manifest)}", quiet=False)
+        model = str(computed_in).removeprefix("torch.")
+        other = "" if model == manifest.dtype else f"; the model computes in {model}"
+        note(f"{by}{', ' * bool(by)}keys and values in {counted_dtype(manifest)}{other}", quiet=False)
         if windows := windows_line(manifest):
             note(windows, quiet=False)
         note(f"model loaded in {self._loading:.2f} s, index opened in {opening:.2f} s", quiet=False)

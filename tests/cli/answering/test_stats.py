@@ -90,3 +90,10 @@ def test_a_share_that_questions_read_together_is_told_as_that_of_their_steps() -
     alone = run_here(*ask, "--batch-size", "1").stderr
     assert "its steps" not in alone
     assert alone.count(" a second, read ") == 3
+
+
+def test_a_model_in_another_dtype_than_the_index_is_told(place: Path) -> None:
+    ask = ("generate", "Why?", "--max-new-tokens", "1", "--stats")
+    told = run_here(*ask, "--dtype", "float16").stderr
+    assert "keys and values in float32; the model computes in float16\n" in told
+    assert "computes in" not in run_here(*ask).stderr
