@@ -37,9 +37,9 @@ def evaluate_methods(call: EvalCall) -> None:
     """Ask questions with known answers, with dense attention and with each method at each budget, and compare.
 
     Each context is indexed once for each --prefill. Brackets hold 95% confidence intervals, from a bootstrap over
-    contexts and the questions within them. Differences from dense attention are paired by question. A stopped run
-    continues when the same command is given again, and ends with the same numbers. docs/reference/measures.md explains
-    the words.
+    contexts and the questions within them, or exact binomial ones where all scores are equal. Differences from dense
+    attention are paired by question. A stopped run continues when the same command is given again, and ends with the
+    same numbers. docs/reference/measures.md explains the words.
 
     \b
     sparsekv eval manual.txt

@@ -24,38 +24,58 @@ Scores = Sequence[Sequence[float]]
 """Scores by context, then by question."""
 
 REPLICATES = 4000
+ROUNDING = 1e-9
+"""Largest spread of replicates of equal means, relative to the mean: that of rounding."""
+Limits = tuple[float, float]
+"""The lowest and the highest possible score of a question."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its 95% confidence interval; `low` and `high` are None for an estimate from one question."""
+    """An estimate and its 95% confidence interval.
+
+    `low` and `high` are None for an estimate from one question, and for one from equal scores without limits.
+    """
 
     value: float
     low: float | None
     high: float | None
 
 
-def interval(scores: Scores, summary: Callable[[float], float] = float, *, seed: int = 0) -> Interval:
+def interval(
+    scores: Scores, summary: Callable[[float], float] = float, *, limits: Limits | None = None, seed: int = 0
+) -> Interval:
     """Compute the confidence interval of the mean over all questions, by bootstrap.
+
+    Equal scores have no spread for a bootstrap. Their interval is an exact binomial one if the scores have limits.
 
     Args:
         summary: increasing function of the mean. The value and the interval of this function are returned.
+        limits: limits of the scores; None if there are none.
     """
     value = summary(_mean_score(scores))
     if _is_single(scores):
         return Interval(value, None, None)
-    return _interval(value, np.vectorize(summary)(_means([scores], seed)[0]))
+    ends = None if limits is None else (summary(limits[0]), summary(limits[1]))
+    return _interval(value, np.vectorize(summary)(_means([scores], seed)[0]), sum(map(len, scores)), ends)
 
 
 def paired_difference(
-    scores: Scores, baseline: Scores, summary: Callable[[float], float] = float, *, seed: int = 0
+    scores: Scores,
+    baseline: Scores,
+    summary: Callable[[float], float] = float,
+    *,
+    limits: Limits | None = None,
+    seed: int = 0,
 ) -> Interval:
     """Compute the confidence interval of the difference of two means, scores minus baseline, on the same questions.
 
-    Each bootstrap replicate draws the same questions for both means, so that a question's difficulty cancels.
+    Each bootstrap replicate draws the same questions for both means, so that a question's difficulty cancels. Equal
+    differences have the interval that `interval` gives equal scores.
 
     Args:
         summary: increasing function that is applied to each of the two means before the difference is taken.
+        limits: limits of both scores; None if there are none.
 
     Raises:
         ValueError: `scores` and `baseline` differ in the number of contexts, or of questions of a context.
@@ -66,7 +86,8 @@ def paired_difference(
     if _is_single(scores):
         return Interval(value, None, None)
     means, others = _means([scores, baseline], seed)
-    return _interval(value, told(means) - told(others))
+    most = None if limits is None else summary(limits[1]) - summary(limits[0])
+    return _interval(value, told(means) - told(others), sum(map(len, scores)), None if most is None else (-most, most))
 
 
 def _is_single(scores: Scores) -> bool:
@@ -78,9 +99,16 @@ def _mean_score(scores: Scores) -> float:
     return float(np.mean(np.concatenate([np.asarray(one, float) for one in scores])))
 
 
-def _interval(value: float, replicates: NDArray[np.float64]) -> Interval:
-    low, high = np.quantile(replicates, [0.025, 0.975])
-    return Interval(value, float(low), float(high))
+def _interval(value: float, replicates: NDArray[np.float64], questions: int, limits: Limits | None) -> Interval:
+    """Return the interval of a mean from its bootstrap replicates, or of equal values between limits."""
+    if np.ptp(replicates) > ROUNDING * max(1.0, abs(value)):
+        low, high = np.quantile(replicates, [0.025, 0.975])
+        return Interval(value, float(low), float(high))
+    if limits is None:
+        return Interval(value, None, None)
+    # Clopper and Pearson's bound on the share of other questions that are lower, or higher, though no question was.
+    unseen = 1 - 0.025 ** (1 / questions)
+    return Interval(value, value - unseen * (value - limits[0]), value + unseen * (limits[1] - value))
 
 
 def _means(paired: Sequence[Scores], seed: int) -> list[NDArray[np.float64]]:
@@ -286,7 +314,7 @@ class Score:
     questions that are not turns.
 
     `difference` is the score minus that of the baseline, which is dense attention with the first prefill; None for the
-    baseline itself. Bounds are None if there is one question. `same_as_dense` is the percentage of answers with the
+    baseline itself. Bounds are None if the `Interval` has none. `same_as_dense` is the percentage of answers with the
     same text as the baseline's answers; None for the baseline itself and for continuations.
 
     `length` is the requested number of tokens; None for published contexts. `tokens` is the mean number of tokens of
@@ -394,12 +422,14 @@ def _group(group: list[Result], turn: int | None, seed: int) -> list[Score]:
     for way, answered in ways.items():
         kept = [[answered[context][question] for question in asked] for context, asked in shared.items()]
         scores = [[result.score for result in one] for one in kept]
-        score = interval(scores, told.summary, seed=seed)
+        # Dense attention's answer to a question scores 100% by definition if it is the expected one.
+        limits = None if told.continuation or (told.of_dense and way == base) else (0.0, 1.0)
+        score = interval(scores, told.summary, limits=limits, seed=seed)
         difference = same = None
         if base is not None and way != base:
             dense = [[ways[base][one][question] for question in asked] for one, asked in shared.items()]
             others = [[result.score for result in one] for one in dense]
-            difference = paired_difference(scores, others, told.summary, seed=seed)
+            difference = paired_difference(scores, others, told.summary, limits=limits, seed=seed)
             same = None if told.continuation else _same_texts(kept, dense)
         flat = [result.given for one in kept for result in one]
         found.append(

@@ -61,10 +61,44 @@ def test_pairing_takes_out_what_is_hard_for_both() -> None:
     assert paired.value == pytest.approx(method.mean() - dense.mean())
 
 
-def test_the_same_scores_differ_by_nothing() -> None:
+@pytest.mark.parametrize(("contexts", "questions"), [(1, 2), (4, 5), (3, 100)])
+def test_equal_scores_have_the_exact_binomial_interval(contexts: int, questions: int) -> None:
+    """At its ends, n questions that all score alike have a probability of 2.5%."""
+    right, wrong = ([[score] * questions] * contexts for score in (1.0, 0.0))
+    found = interval(right, lambda mean: 100 * mean, limits=(0, 1))
+    assert (found.value, found.high) == (100, 100)
+    assert (found.low / 100) ** (contexts * questions) == pytest.approx(0.025)
+    other = interval(wrong, lambda mean: 100 * mean, limits=(0, 1))
+    assert (other.value, other.low, other.high) == (0, 0, pytest.approx(100 - found.low))
+
+
+def test_equal_scores_between_the_limits_leave_room_on_both_sides() -> None:
+    found = interval([[0.6] * 7, [0.6] * 3], limits=(0, 1))
+    unseen = 1 - 0.025**0.1
+    assert (found.low, found.high) == pytest.approx((0.6 - 0.6 * unseen, 0.6 + 0.4 * unseen))
+
+
+def test_the_same_scores_may_differ_in_other_questions() -> None:
     scores = [[0.0, 1.0], [1.0, 0.5, 0.0]]
-    found = paired_difference(scores, scores)
-    assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
+    found = paired_difference(scores, scores, limits=(0, 1))
+    unseen = 1 - 0.025**0.2
+    assert (found.value, found.low, found.high) == (0.0, pytest.approx(-unseen), pytest.approx(unseen))
+
+
+def test_a_loss_of_all_questions_may_be_one_of_fewer() -> None:
+    found = paired_difference([[0.0] * 5], [[1.0] * 5], limits=(0, 1))
+    assert (found.value, found.low, found.high) == (-1, -1, pytest.approx(-1 + 2 * (1 - 0.025**0.2)))
+
+
+def test_equal_scores_without_limits_have_no_interval() -> None:
+    losses = [[2.0, 2.0], [2.0]]
+    for found in (interval(losses, math.exp), paired_difference(losses, losses, math.exp)):
+        assert (found.low, found.high) == (None, None)
+
+
+def test_one_other_score_makes_the_interval_that_of_the_bootstrap() -> None:
+    scores = [[1.0]] * 99 + [[0.0]]
+    assert interval(scores, limits=(0, 1)) == interval(scores)
 
 
 def test_unlike_questions_are_refused() -> None:
@@ -83,8 +117,8 @@ def test_a_summary_turns_the_ends_of_an_interval_with_it() -> None:
 def test_an_interval_lies_within_the_scores_and_is_the_same_each_time(scores: list[list[float]], seed: int) -> None:
     found = interval(scores, seed=seed)
     flat = [score for one in scores for score in one]
-    if len(flat) == 1:
-        assert (found.low, found.high) == (None, None)
+    if found.low is None:
+        assert max(flat) - min(flat) < 1e-7
     else:
         assert min(flat) - 1e-12 <= found.low <= found.high <= max(flat) + 1e-12
     assert found == interval(scores, seed=seed)

@@ -98,6 +98,26 @@ def test_one_question_has_no_interval() -> None:
     assert (quest.difference, quest.difference_low, quest.difference_high) == (-100.0, None, None)
 
 
+def test_answers_that_are_all_right_are_no_certainty() -> None:
+    """Of two right answers, at least 15.8% of others are right. Perplexities have no highest value, so no bound."""
+    one = _context("one", 0.1, 0.9)
+    dense, quest = rows([_result(one, n, way, "yes") for way in (DENSE, QUEST) for n in (0, 1)])
+    for row in (dense, quest):
+        assert (row.score_low, row.score_high) == (pytest.approx(100 * 0.025**0.5), 100)
+    assert (quest.difference_low, quest.difference_high) == pytest.approx((-84.2, 84.2), abs=0.1)
+    other = _context("one", 0.1, 0.9, metric="perplexity")
+    _, lost = rows([_result(other, n, way, "", 1.0 + n) for way in (DENSE, QUEST) for n in (0, 1)])
+    assert lost.score_low < lost.score_high
+    assert (lost.difference, lost.difference_low, lost.difference_high) == (0, None, None)
+
+
+def test_dense_attentions_own_answers_score_alike_by_definition() -> None:
+    one = _context("one", 0.1, 0.9, metric="same-start")
+    dense, quest = rows(expecting_dense([_result(one, n, way, "a") for way in (DENSE, QUEST) for n in (0, 1)]))
+    assert (dense.score, dense.score_low, dense.score_high) == (100, None, None)
+    assert (quest.score, quest.score_low) == (100, pytest.approx(100 * 0.025**0.5))
+
+
 def test_a_question_that_one_way_lacks_counts_for_none() -> None:
     context = _context("one", 0.1, 0.9)
     results = [
