@@ -21,7 +21,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False, help="List the bu
 def list_models(as_json: JsonOption = False) -> None:
     """List the models that need no model hub.
 
-    The table says which of them are downloaded, and to which folder of the cache.
+    These are the built-in model, and GGUF files that were given with --model and are converted. The table says which of
+    them are in the cache, and in which folder. Files that have moved or changed since are left out, and so are other
+    models of the hub's cache.
 
     \b
     sparsekv models list

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from sparsekv.formats.checksums import hash_file
 from sparsekv.formats.errors import SparsekvError, UsageError, first_line, suggestion
 from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, damaged_files, note_times, seal, whole_folder
+from sparsekv.formats.models.gguf_folders import converted_before
 from sparsekv.formats.user.cache import cache_root, keep_named, named_models
 
 EMBEDDED = "smollm2-135m-instruct"
@@ -343,6 +344,7 @@ class KnownModel:
     """A model that is available without the hub.
 
     Attributes:
+        licence: its licence as SPDX names it; empty if it is unknown.
         folder: the folder of the model in the cache, whether it exists or not.
         cached: whether the model is in the cache.
         bytes: the model's size on disk; 0 if the model is not in the cache.
@@ -357,19 +359,37 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    """Return the models that are available without the hub: only the embedded model."""
+    """Return the models that are available without the hub: the embedded model, and converted GGUF files."""
     folder = embedded_path()
     cached = not damaged_files(folder, full=False)
-    return [
-        KnownModel(
-            name=EMBEDDED,
-            description="SmolLM2-135M-Instruct: 30 layers, 9 query heads on 3 KV heads, 8,192 positions",
-            licence="Apache-2.0",
-            folder=folder,
-            cached=cached,
-            bytes=sum(path.stat().st_size for path in folder.iterdir()) if cached else 0,
-        )
-    ]
+    embedded = KnownModel(
+        name=EMBEDDED,
+        description="SmolLM2-135M-Instruct: 30 layers, 9 query heads on 3 KV heads, 8,192 positions",
+        licence="Apache-2.0",
+        folder=folder,
+        cached=cached,
+        bytes=_size(folder) if cached else 0,
+    )
+    return [embedded, *_converted_files()]
+
+
+def _converted_files() -> Iterator[KnownModel]:
+    """Yield the GGUF files that the user has named, if they are on this machine and were converted."""
+    for name in named_models():
+        if not name.lower().endswith(".gguf"):
+            continue
+        repository, _, file = name.partition(":")
+        try:
+            path = Path(name) if os.path.isabs(name) else hub_gguf(repository, file, download=False)
+        except SparsekvError:  # removed from the hub's cache
+            continue
+        if (folder := converted_before(path)) is not None:
+            told = f"GGUF file of {path.stat().st_size / 1e6:,.0f} MB, converted to float32"
+            yield KnownModel(name, told, licence="", folder=folder, cached=True, bytes=_size(folder))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def pull(name: str = EMBEDDED, progress: Progress = lambda text: None) -> Path:

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -23,14 +22,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from sparsekv.formats.checksums import hash_file, hash_json
-from sparsekv.formats.errors import SparsekvError, UsageError, first_line, reason_of
+from sparsekv.formats.errors import SparsekvError, UsageError, first_line
 from sparsekv.formats.index.folder import sync_path
 from sparsekv.formats.models.converted import clear, seal, silent_transformers, whole_folder
-from sparsekv.formats.user.cache import cache_root, read_small, replace_small
-
-FORM = 6
-"""Version of the code that converts files. Increase the version when a file would be converted otherwise or refused."""
+from sparsekv.formats.models.gguf_folders import folder_of
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """Token types in GGUF: merged tokens, special tokens, and added tokens of plain text."""
@@ -77,37 +72,7 @@ def gguf_folder(path: Path, name: str, progress: Callable[[str], None]) -> Path:
         UsageError: the file is no GGUF file, or has content that cannot be converted correctly.
         SparsekvError: disk space, memory or permission is missing.
     """
-    key = hash_json([FORM, _checksum(path, name)])
-    folder = cache_root() / "models" / "gguf" / f"{path.stem}-{key[:16]}"
-    return whole_folder(folder, lambda folder, damaged: _make(path, name, folder, progress))
-
-
-def _checksum(path: Path, name: str) -> str:
-    """Return the file's sha256. The result is cached until the file or one of its times changes.
-
-    The inode's change time is one of these times: unpacking an archive may replace a file's content but keep its size
-    and modification time.
-
-    Raises SparsekvError if the file cannot be read.
-    """
-    known = cache_root() / "models" / "gguf" / "checksums.json"
-    try:
-        found, key = path.stat(), str(path.resolve())
-        state = [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            *before, checksum = json.loads(read_small(known) or "{}")[key]
-            if before == state and isinstance(checksum, str):
-                return checksum
-        checksum = hash_file(path)
-    except OSError as error:
-        raise SparsekvError(
-            f"model '{name}' cannot be read: {reason_of(error)}; make it readable, or name another model"
-        ) from None
-    stored: Any = {}
-    with contextlib.suppress(ValueError, RecursionError):
-        stored = json.loads(read_small(known) or "{}")
-    replace_small(known, json.dumps((stored if isinstance(stored, dict) else {}) | {key: [*state, checksum]}))
-    return checksum
+    return whole_folder(folder_of(path, name), lambda folder, damaged: _make(path, name, folder, progress))
 
 
 def _make(path: Path, name: str, folder: Path, progress: Callable[[str], None]) -> None:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, N
 
 from sparsekv.formats.errors import SparsekvError, UsageError
 from sparsekv.formats.models.converted import damaged_files
-from sparsekv.formats.models.find import find_model, pull
+from sparsekv.formats.models.find import EMBEDDED, find_model, known_models, pull, remember
 from sparsekv.formats.models.gguf import _pre_tokenizer, build_tokenizer, check_config
 from sparsekv.formats.models.load import load_model, load_tokenizer
 from sparsekv.runtime.decoding.answer import decoded
@@ -88,6 +90,39 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(file: Path) -> N
     write_gguf(file, tiny_qwen2(), **{"tokenizer.chat_template": "{{ messages[0]['content'] }}"})
     assert find_model(str(file), told.append)[0] != folder
     assert load_tokenizer("tiny.gguf").chat_template == "{{ messages[0]['content'] }}"
+
+
+def test_a_converted_file_that_was_named_is_listed_by_its_path(file: Path) -> None:
+    find_model("tiny.gguf", print)
+    assert [one.name for one in known_models()] == [EMBEDDED]  # the user has not named it
+    remember(find_model("tiny.gguf", print)[1])
+    _, listed = known_models()
+    folder, name, _ = find_model(listed.name, print, download=False)
+    assert (listed.name, listed.folder, listed.cached) == (name, folder, True)
+    assert listed.bytes == sum(one.stat().st_size for one in folder.iterdir())
+    shown = run_here("models", "list", "--json")
+    assert [one["name"] for one in json.loads(shown.stdout)] == [EMBEDDED, str(file.resolve())]
+    write_gguf(file, tiny_qwen2(), **{"tokenizer.chat_template": "{{ messages[0]['content'] }}"})
+    assert [one.name for one in known_models()] == [EMBEDDED]  # the file is another one now
+    file.unlink()
+    assert [one.name for one in known_models()] == [EMBEDDED]
+
+
+def test_a_converted_file_of_the_hub_is_listed_by_its_name_there(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository, commit, name = tmp_path / "hub" / "models--org--tiny", "a" * 40, "org/tiny:tiny.gguf"
+    for folder in ("refs", f"snapshots/{commit}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    file.rename(repository / "snapshots" / commit / "tiny.gguf")
+    remember(find_model(name, print)[1])
+    _, listed = known_models()
+    assert (listed.name, listed.folder) == (name, find_model(name, print, download=False)[0])
+    shutil.rmtree(repository)
+    assert [one.name for one in known_models()] == [EMBEDDED]
 
 
 def test_a_file_of_the_size_and_time_of_another_is_another(file: Path) -> None:
